@@ -1,0 +1,231 @@
+"""JobConfig: what a run is. Composes the sections, each declared beside the code that it configures."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from checkpoint.manager import CheckpointConfig
+from data.sources import DATASETS
+from errors import UserError
+from float8.convert import Float8Config
+from models.llama.shapes import ModelConfig
+from optimizer import LRSchedulerConfig, OptimizerConfig
+from parallelisms.activation_checkpoint import ActivationCheckpointConfig
+from parallelisms.compile import CompileConfig
+from parallelisms.mesh import CommConfig, ParallelismConfig
+from settings import SettingsReader, add_help, nearest
+from telemetry.metrics import MetricsConfig
+from telemetry.profiling import ProfilingConfig
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole."""
+
+    dump_folder: str = "./outputs"
+    """The run's folder: resolved config, metrics, checkpoints, traces."""
+    description: str = "default job"
+    """A line of your own; it is logged at the start."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The batch, the data and the precision."""
+
+    dataset: str = "stdlib"
+    """What is read: stdlib (the running Python's standard library), c4, fineweb_edu or hf (streamed from Hugging Face), text, jsonl or parquet (local)."""
+    dataset_path: str | None = None
+    """Where: a file, folder or pattern for text, jsonl and parquet; a hub name or local folder for hf."""
+    epochs: int | None = None
+    """Stop after reading the data this often; none begins again until steps are done."""
+    local_batch_size: int = 8
+    """Sequences a rank takes at once (one micro-batch)."""
+    global_batch_size: int = -1
+    """Sequences of one optimizer step, over all ranks and micro-batches; -1 is one micro-batch a rank."""
+    seq_len: int = 2048
+    """Tokens in one sequence."""
+    max_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    steps: int = 10000
+    """Optimizer steps."""
+    enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer states in host memory."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the forward and backward pass; master weights are float32."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Precision of the gradient reduction."""
+    gc_freq: int = 50
+    """Collect Python's garbage every so many steps, on all ranks at once."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = dataset_problems(self.dataset, self.dataset_path)
+        for key in ("local_batch_size", "seq_len", "steps", "gc_freq"):
+            if getattr(self, key) < 1:
+                found.append((key, f"{getattr(self, key)} is too small; give 1 or more"))
+        if self.epochs is not None and self.epochs < 1:
+            found.append(("epochs", f"{self.epochs} epochs train nothing; give 1 or more, or none"))
+        if self.global_batch_size < 1 and self.global_batch_size != -1:
+            found.append(("global_batch_size", "must be 1 or more, or -1 for one micro-batch a rank"))
+        if self.max_norm < 0:
+            found.append(("max_norm", f"{self.max_norm} is not a norm; give 0 or more"))
+        return found
+
+    def lanes(self, dp_degree: int) -> int:
+        """Sequences of one optimizer step."""
+        return self.local_batch_size * dp_degree if self.global_batch_size == -1 else self.global_batch_size
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Loss on other data, now and then."""
+
+    enable: bool = False
+    """Validate."""
+    dataset: str = "stdlib_validation"
+    """As training.dataset; stdlib_validation and c4_validation are the parts held out of stdlib and c4."""
+    dataset_path: str | None = None
+    """As training.dataset_path."""
+    local_batch_size: int = 8
+    """Sequences a rank takes at once."""
+    freq: int = 10
+    """Every so many steps, and after the last one."""
+    steps: int = 10
+    """Batches of one validation, the same ones each time; -1 takes all the data once."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        if not self.enable:
+            return []
+        found = dataset_problems(self.dataset, self.dataset_path)
+        for key in ("local_batch_size", "freq"):
+            if getattr(self, key) < 1:
+                found.append((key, f"{getattr(self, key)} is too small; give 1 or more"))
+        if self.steps < 1 and self.steps != -1:
+            found.append(("steps", "must be 1 or more, or -1 for all the data"))
+        return found
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    """Reproducing a run."""
+
+    seed: int = 0
+    """Fixes the initial weights and the order of the data, whatever the number of ranks."""
+    deterministic: bool = False
+    """Deterministic kernels only, at some cost in speed."""
+
+
+def dataset_problems(dataset: str, path: str | None) -> list[tuple[str, str]]:
+    if dataset not in DATASETS:
+        return [("dataset", f'"{dataset}" is not a dataset; {nearest(dataset, DATASETS, "datasets")}')]
+    needs_path = dataset in ("text", "jsonl", "parquet", "hf")
+    if needs_path and path is None:
+        return [("dataset_path", f'dataset = "{dataset}" needs it; say where the data is')]
+    if not needs_path and path is not None:
+        text = f'dataset = "{dataset}" takes no path; remove it, or choose text, jsonl, parquet or hf'
+        return [("dataset_path", text)]
+    return []
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    job: RunConfig
+    model: ModelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    lr_scheduler: LRSchedulerConfig
+    parallelism: ParallelismConfig
+    float8: Float8Config
+    activation_checkpoint: ActivationCheckpointConfig
+    compile: CompileConfig
+    checkpoint: CheckpointConfig
+    validation: ValidationConfig
+    metrics: MetricsConfig
+    profiling: ProfilingConfig
+    comm: CommConfig
+    debug: DebugConfig
+
+    def problems(self, world_size: int) -> list[tuple[str, str]]:
+        """Combinations that cannot work with this many ranks: (section.key, what is wrong; what to do)."""
+        found = []
+        replicate, shard = self.parallelism.degrees(world_size)
+        if replicate * shard != world_size:
+            text = (
+                f"{replicate} replicas x {shard} shards (data_parallel_shard_degree) are not the {world_size} ranks that "
+                "run; change one of them, or set the shard degree to -1"
+            )
+            found.append(("parallelism.data_parallel_replicate_degree", text))
+        else:
+            micro_batch = self.training.local_batch_size * replicate * shard
+            lanes = self.training.lanes(replicate * shard)
+            if self.training.local_batch_size > 0 and (lanes < 1 or lanes % micro_batch):
+                text = (
+                    f"{lanes} is not a multiple of local_batch_size ({self.training.local_batch_size}) x data parallel "
+                    f"ranks ({replicate * shard}) = {micro_batch}; the nearest that is: {max(1, round(lanes / micro_batch)) * micro_batch}"
+                )
+                found.append(("training.global_batch_size", text))
+        if self.activation_checkpoint.mode == "memory_budget":
+            if not (self.compile.enable and "model" in self.compile.components):
+                text = 'memory_budget is carried out by the compiler; set compile.enable with "model", or another mode'
+                found.append(("activation_checkpoint.mode", text))
+        if self.lr_scheduler.warmup_steps > self.schedule_steps:
+            text = f"{self.lr_scheduler.warmup_steps} steps of warm-up are more than the {self.schedule_steps} steps of the schedule"
+            found.append(("lr_scheduler.warmup_steps", f"{text}; lower it, or raise training.steps"))
+        if self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
+            text = "the parameters are in host memory (training.enable_cpu_offload); take foreach"
+            found.append(("optimizer.implementation", text))
+        return found
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps that the learning rate's schedule spans."""
+        return self.lr_scheduler.total_steps or self.training.steps
+
+
+def find_config(name: str) -> Path:
+    """A path as given, or the name of a file in configs/. Raises UserError where neither is there."""
+    for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.toml"):
+        if path.is_file():
+            return path
+    shipped = [path.name for path in sorted(CONFIGS.glob("*.toml"))]
+    raise UserError(
+        f'--config: there is no file "{name}", here or in configs/; {nearest(name, shipped, "shipped configs")}'
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="train.py",
+        usage="train.py --config FILE [--section.key VALUE ...]",
+        description="Pre-trains a Llama model as a TOML file says. Any key of the file can be overridden by a flag.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=4, width=110),
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="a path, or the name of a file in configs/ (debug.toml)"
+    )
+    add_help(parser, JobConfig)
+    return parser
+
+
+def load_config(argv: list[str], world_size: int) -> JobConfig:
+    """The command line (without the program) -> the checked configuration. Raises UserError with all that is wrong."""
+    if "-h" in argv or "--help" in argv:
+        make_parser().print_help()
+        raise SystemExit(0)
+    reader = SettingsReader(JobConfig)
+    flags = list(argv)
+    if "--config" in flags:
+        at = flags.index("--config")
+        if at + 1 == len(flags):
+            raise UserError("--config: takes the path of a TOML file, or its name in configs/")
+        reader.read_toml(find_config(flags[at + 1]))
+        del flags[at : at + 2]
+    elif not flags:
+        raise UserError(
+            "--config is missing: give it a TOML file, for example --config debug.toml (--help shows all)"
+        )
+    reader.read_flags(flags)
+    return reader.build(world_size=world_size)

@@ -1,0 +1,75 @@
+"""Which linear layers compute in float8, and with which recipe (torchao's, arXiv 2209.05433 for the formats)."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch._inductor.config
+from torch import nn
+
+from errors import UserError
+
+ALIGNMENT = 16  # torch._scaled_mm wants both dimensions of a weight to be multiples of it.
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """float8 matmuls in the linear layers."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """One scale a tensor; one a row; one a row with the weight gradient in bf16; none computes in mixed_precision_param."""
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+    """Linear layers whose name contains one of these stay as they are. Each must match something."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What became of each linear layer: names in float8; names left alone, with why."""
+
+    converted: list[str]
+    left: dict[str, str]
+
+
+def convert_linears(model: nn.Module, config: Float8Config) -> Conversion:
+    """Replaces the model's linear layers, in place, by torchao's Float8Linear.
+
+    Raises UserError where a filter matches nothing, where nothing is left to convert, and where the GPU has no float8.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if config.recipe_name is None:
+        return Conversion([], {})
+    for pattern in config.filter_fqns:
+        if not any(pattern in name for name in linears):
+            raise UserError(
+                f'float8.filter_fqns: "{pattern}" matches none of the linear layers '
+                f"({', '.join(sorted({n.split('.')[-1] for n in linears}))}): correct or remove it"
+            )
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        raise UserError(
+            f"float8.recipe_name: {torch.cuda.get_device_name()} has no float8 matmul (compute capability 8.9 or "
+            "newer is needed): set it to none"
+        )
+    left = {}
+    for name, linear in linears.items():
+        matches = [pattern for pattern in config.filter_fqns if pattern in name]
+        if matches:
+            left[name] = f'filter "{matches[0]}"'
+        elif linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
+            left[name] = f"{linear.in_features} x {linear.out_features} is not a multiple of {ALIGNMENT}"
+    if len(left) == len(linears):
+        raise UserError(
+            f"float8.recipe_name: {config.recipe_name} applies to no layer; all are left out: "
+            f"{'; '.join(sorted(set(left.values())))}: change float8.filter_fqns or set float8.recipe_name to none"
+        )
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        model,
+        config=Float8LinearConfig.from_recipe_name(config.recipe_name),
+        module_filter_fn=lambda module, name: name not in left,
+    )
+    if config.recipe_name != "tensorwise":
+        # Recomputed activations must be rounded as they were the first time, or a row's scale may not cover its
+        # values and the loss becomes NaN (pytorch issue 150859).
+        torch._inductor.config.emulate_precision_casts = True
+    return Conversion([name for name in linears if name not in left], left)

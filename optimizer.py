@@ -1,0 +1,121 @@
+"""AdamW and its learning rate."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from errors import UserError
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101)."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """The optimizer."""
+    lr: float = 8e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the gradient's mean."""
+    beta2: float = 0.95
+    """Decay of the gradient's square."""
+    eps: float = 1e-8
+    """Added to the root of the square."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    no_weight_decay: list[str] = field(default_factory=lambda: ["norm", "tok_embeddings"])
+    """Parameters whose name contains one of these are not decayed. Each must match something."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How the step is computed; fused is the fastest."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = []
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                found.append((key, f"{getattr(self, key)} is not a decay; give a number from 0 to below 1"))
+        for key in ("lr", "eps", "weight_decay"):
+            if getattr(self, key) < 0:
+                found.append((key, f"{getattr(self, key)} is negative; give 0 or more"))
+        return found
+
+
+@dataclass(frozen=True)
+class LRSchedulerConfig:
+    """Learning rate: linear warm-up, then constant, then decay. decay_ratio says which part decays: 0 none (constant),
+    1 or none all that follows the warm-up, between them the last part (warm-up, stable, decay: WSD)."""
+
+    warmup_steps: int = 200
+    """Steps of linear warm-up."""
+    total_steps: int | None = None
+    """Steps that the schedule spans; none takes training.steps."""
+    decay_ratio: float | None = None
+    """Share of total_steps that decays, at the end; none decays from the end of the warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Form of the decay."""
+    min_lr_factor: float = 0.0
+    """Share of the peak learning rate at the end."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = []
+        if self.warmup_steps < 0:
+            found.append(("warmup_steps", f"{self.warmup_steps} is negative; give 0 or more"))
+        if self.total_steps is not None and self.total_steps < 1:
+            found.append(("total_steps", f"{self.total_steps} is too small; give 1 or more, or none"))
+        for key in ("decay_ratio", "min_lr_factor"):
+            if getattr(self, key) is not None and not 0 <= getattr(self, key) <= 1:
+                found.append((key, f"{getattr(self, key)} is not a share; give a number from 0 to 1"))
+        return found
+
+
+def lr_factor(step: int, config: LRSchedulerConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (1 is the first), as a share of the peak."""
+    if step <= config.warmup_steps:
+        return step / config.warmup_steps
+    decay_steps = total_steps - config.warmup_steps
+    if config.decay_ratio is not None:
+        decay_steps = min(decay_steps, round(total_steps * config.decay_ratio))
+    if decay_steps == 0:
+        return 1.0
+    # The last step of the schedule is still trained: the lowest rate is reached just after it.
+    progress = (step - 1 - (total_steps - decay_steps)) / decay_steps
+    progress = min(max(progress, 0.0), 1.0)
+    shapes = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
+    return config.min_lr_factor + (1 - config.min_lr_factor) * shapes[config.decay_type]
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW in two groups, with and without weight decay. Raises UserError where a no_weight_decay matches nothing."""
+    parameters = dict(model.named_parameters())
+    for pattern in config.no_weight_decay:
+        if not any(pattern in name for name in parameters):
+            raise UserError(
+                f'optimizer.no_weight_decay: "{pattern}" matches no parameter: correct or remove it'
+            )
+    spared = {name for name in parameters if any(pattern in name for pattern in config.no_weight_decay)}
+    groups = [
+        {
+            "params": [p for name, p in parameters.items() if name not in spared],
+            "weight_decay": config.weight_decay,
+        },
+        {"params": [p for name, p in parameters.items() if name in spared], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=config.implementation == "fused",
+        foreach=config.implementation == "foreach",
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

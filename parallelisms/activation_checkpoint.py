@@ -1,0 +1,86 @@
+"""Activation checkpointing: keep less of the forward pass, and compute it again in the backward pass.
+
+It wraps a block's forward function, not the block, so that the parameters keep their names.
+"""
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch._functorch.config
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+ATTENTION_OPS = {
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+}
+MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default}
+# The amax of a whole tensor (tensor-wise float8) is one number: dear to compute, free to keep.
+CHEAP_OPS = {aten.max.default}
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointConfig:
+    """What the forward pass keeps for the backward pass."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
+    """none keeps everything; full keeps a block's input; selective is set by selective_ac_option; memory_budget lets the compiler choose."""
+    selective_ac_option: str = "op"
+    """"op" keeps attention and every second matmul of a block; a number n checkpoints every n-th block in full."""
+    memory_budget: float = 0.5
+    """With mode memory_budget: the share of the activations that may be kept, 0 (as full) to 1 (as none). Needs compile."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = []
+        option = self.selective_ac_option
+        if option != "op" and not (option.isdecimal() and int(option) > 0):
+            found.append(
+                ("selective_ac_option", f'"{option}" is neither "op" nor a positive number; give one of them')
+            )
+        if not 0 <= self.memory_budget <= 1:
+            found.append(("memory_budget", f"{self.memory_budget} is not a share; give a number from 0 to 1"))
+        return found
+
+
+def selective_op_contexts() -> tuple[Any, Any]:
+    """Keeps attention and every second matmul: half the matmul outputs for half their cost again.
+
+    The forward pass and its recomputation count separately and meet the same operations in the same order.
+    """
+    matmuls: dict[bool, int] = defaultdict(int)
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in MATMUL_OPS:
+            matmuls[ctx.is_recompute] += 1
+            keep = matmuls[ctx.is_recompute] % 2 == 1
+        else:
+            keep = op in ATTENTION_OPS or op in CHEAP_OPS
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def apply_activation_checkpointing(layers: nn.ModuleList, config: ActivationCheckpointConfig) -> int:
+    """Wraps the forward of the blocks that the mode names. Returns how many."""
+    # The compiler's own choice of what to keep is a setting of the process: 1 keeps all that it would keep.
+    by_budget = config.mode == "memory_budget"
+    torch._functorch.config.activation_memory_budget = config.memory_budget if by_budget else 1.0
+    if by_budget or config.mode == "none":
+        return len(layers) if by_budget else 0
+    by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    every = int(config.selective_ac_option) if config.mode == "selective" and not by_op else 1
+    # Nothing in a block is random, so no generator state needs to be kept for the recomputation.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if by_op:
+        options["context_fn"] = selective_op_contexts
+    chosen = [layer for i, layer in enumerate(layers) if i % every == 0]
+    for layer in chosen:
+        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+    return len(chosen)

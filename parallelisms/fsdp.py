@@ -1,0 +1,69 @@
+"""FSDP2: parameters, gradients and optimizer states sharded over the ranks, a block gathered when it is needed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The FSDP units made, how many gather again in backward, and bytes a rank sends for one forward and backward."""
+
+    units: int
+    resharded: int
+    all_gather_bytes: float
+    reduce_bytes: float
+
+
+def apply_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    reshard_after_forward: str,
+    cpu_offload: bool,
+) -> Sharding:
+    """Shards a Llama over the data parallel mesh; also on one rank, so that mixed precision is one thing everywhere.
+
+    Gradients are *summed* over the ranks: the loss is divided by the valid tokens of the global batch before.
+    """
+    # Inputs are not cast: the rotary table stays in float32, and the residual stream has the embedding's precision.
+    options: dict = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False),
+    }
+    if cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    reshard = reshard_after_forward != "never"
+    units = [([layer], reshard) for layer in model.layers]
+    if model.output is not None:
+        units.append(([model.tok_embeddings], reshard))
+        # Backward needs the last group again at once.
+        units.append(([model.norm, model.output], reshard_after_forward == "always"))
+    # Tied weights are used at both ends of the model: they stay in the root's unit, which is gathered throughout.
+    numel = {"all": sum(p.numel() for p in model.parameters()), "again": 0}
+    for modules, again in units:
+        numel["again"] += again * sum(p.numel() for module in modules for p in module.parameters())
+        fully_shard(modules, **options, reshard_after_forward=again)
+    fully_shard(model, **options)
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+    # A ring passes (n - 1) / n of a buffer through every rank; an all-reduce does so twice.
+    shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
+    ring = (shards - 1) / shards
+    all_reduce = 2 * (replicas - 1) / replicas / shards
+    return Sharding(
+        units=len(units) + 1,
+        resharded=sum(again for _, again in units),
+        all_gather_bytes=(numel["all"] + numel["again"]) * param_dtype.itemsize * ring,
+        reduce_bytes=numel["all"] * reduce_dtype.itemsize * (ring + all_reduce),
+    )
