@@ -203,9 +203,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=4, width=110),
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="a path, or the name of a file in configs/ (debug.toml)"
-    )
+    parser.add_argument("--config", metavar="FILE", help="a path, or the name of a file in configs/ (debug.toml)")
     add_help(parser, JobConfig)
     return parser
 
@@ -224,8 +222,6 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         reader.read_toml(find_config(flags[at + 1]))
         del flags[at : at + 2]
     elif not flags:
-        raise UserError(
-            "--config is missing: give it a TOML file, for example --config debug.toml (--help shows all)"
-        )
+        raise UserError("--config is missing: give it a TOML file, for example --config debug.toml (--help shows all)")
     reader.read_flags(flags)
     return reader.build(world_size=world_size)

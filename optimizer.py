@@ -95,9 +95,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
     parameters = dict(model.named_parameters())
     for pattern in config.no_weight_decay:
         if not any(pattern in name for name in parameters):
-            raise UserError(
-                f'optimizer.no_weight_decay: "{pattern}" matches no parameter: correct or remove it'
-            )
+            raise UserError(f'optimizer.no_weight_decay: "{pattern}" matches no parameter: correct or remove it')
     spared = {name for name in parameters if any(pattern in name for pattern in config.no_weight_decay)}
     groups = [
         {

@@ -59,11 +59,7 @@ def field_docs(section: type) -> dict[str, str]:
     assert isinstance(class_node, ast.ClassDef)
     docs = {}
     for field, text in zip(class_node.body, class_node.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(text, ast.Expr)
-        ):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
             if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
                 docs[field.target.id] = " ".join(text.value.value.split())
     return docs
@@ -160,9 +156,7 @@ class SettingsReader:
         try:
             content = tomllib.loads(path.read_text())
         except OSError as error:
-            raise UserError(
-                f"{place}: cannot be read ({error.strerror}); give --config a file that can"
-            ) from error
+            raise UserError(f"{place}: cannot be read ({error.strerror}); give --config a file that can") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise UserError(f"{place}: not valid TOML: {error}") from error
         for section, entries in content.items():
@@ -170,15 +164,11 @@ class SettingsReader:
                 hint = nearest(section, self.sections, "sections")
                 self.problems.append(Problem(place, f"[{section}]", f"unknown section; {hint}"))
             elif not isinstance(entries, dict):
-                self.problems.append(
-                    Problem(place, section, f"is a section; write [{section}] and keys below it")
-                )
+                self.problems.append(Problem(place, section, f"is a section; write [{section}] and keys below it"))
             else:
                 for key, value in entries.items():
                     if key not in self.kinds[section]:
-                        self.problems.append(
-                            Problem(place, f"{section}.{key}", self.unknown_key(section, key))
-                        )
+                        self.problems.append(Problem(place, f"{section}.{key}", self.unknown_key(section, key)))
                     else:
                         self.add(place, section, key, value)
 
@@ -195,9 +185,7 @@ class SettingsReader:
         place, name = "command line", flag.removeprefix("--")
         section, _, key = name.partition(".")
         if not flag.startswith("--"):
-            self.problems.append(
-                Problem(place, flag, "is not a flag; overrides are written --section.key value")
-            )
+            self.problems.append(Problem(place, flag, "is not a flag; overrides are written --section.key value"))
         elif section not in self.sections or key not in self.kinds[section]:
             known = [f"--{s}.{k}" for s, keys in self.kinds.items() for k in keys]
             self.problems.append(Problem(place, flag, f"unknown flag; {nearest(flag, known, 'flags')}"))
@@ -232,11 +220,7 @@ class SettingsReader:
         """
         made = {name: section(**self.values[name]) for name, section in self.sections.items()}
         settings = self.settings_class(**made)
-        found = [
-            (f"{name}.{key}", text)
-            for name, s in made.items()
-            for key, text in getattr(s, "problems", list)()
-        ]
+        found = [(f"{name}.{key}", text) for name, s in made.items() for key, text in getattr(s, "problems", list)()]
         found += settings.problems(**circumstances)
         self.problems += [Problem(self.place_of(name), name, text) for name, text in found]
         if self.problems:

@@ -164,9 +164,7 @@ class Trainer:
         logger.info("%s: %s parameters", config.model.flavor, f"{self.num_params:,}")
         logger.info("asked for and applied:\n%s", table(applied))
         if self.rank == 0:
-            (self.folder / "applied.json").write_text(
-                json.dumps([asdict(row) for row in applied], indent=1) + "\n"
-            )
+            (self.folder / "applied.json").write_text(json.dumps([asdict(row) for row in applied], indent=1) + "\n")
         return model
 
     def build_loss(self) -> Any:
@@ -223,9 +221,7 @@ class Trainer:
                 with self.clock.outside():
                     garbage.step(self.step)
                     profiler.step()
-                    if config.validation.enable and (
-                        self.step % config.validation.freq == 0 or self.step == steps
-                    ):
+                    if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
                         self.validate()
                     if config.checkpoint.enable and self.step < steps:
                         self.checkpoints.maybe_save(self.step)
@@ -248,9 +244,7 @@ class Trainer:
         training = self.config.training
         loss_sum, tokens, global_tokens = self.forward_backward(inputs, labels)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or float("inf"))
-        lr = self.config.optimizer.lr * lr_factor(
-            self.step, self.config.lr_scheduler, self.config.schedule_steps
-        )
+        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.schedule_steps)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -278,9 +272,7 @@ class Trainer:
             losses.append(loss.detach())
         return torch.stack(losses).sum(), tokens, global_tokens
 
-    def log(
-        self, loss_sum: Tensor, tokens: Tensor, global_tokens: Tensor, grad_norm: Tensor, lr: float
-    ) -> None:
+    def log(self, loss_sum: Tensor, tokens: Tensor, global_tokens: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Writes the metrics of this step and of the interval since the last one. Waits for the device."""
         loss_max = loss_sum / tokens
         loss_sum = loss_sum.clone()
@@ -369,14 +361,8 @@ class Trainer:
             logger.info("TensorBoard: tensorboard --logdir %s", self.folder / config.metrics.save_tb_folder)
         if config.checkpoint.enable:
             logger.info("checkpoint: %s", self.folder / config.checkpoint.folder / f"step-{self.step}")
-            more = (
-                f"--training.steps {config.training.steps * 2}" if self.step == config.training.steps else ""
-            )
-            how = (
-                f"torchrun --nproc-per-node {self.world_size} train.py"
-                if self.world_size > 1
-                else "python train.py"
-            )
+            more = f"--training.steps {config.training.steps * 2}" if self.step == config.training.steps else ""
+            how = f"torchrun --nproc-per-node {self.world_size} train.py" if self.world_size > 1 else "python train.py"
             logger.info("to go on: %s --config %s %s", how, self.folder / "config.toml", more)
 
     def close(self) -> None:

@@ -91,9 +91,7 @@ class CheckpointManager:
         steps = self.steps()
         if self.config.load_step != -1 and self.config.load_step not in steps:
             there = ", ".join(map(str, steps)) or "none"
-            raise UserError(
-                f"checkpoint.load_step: {self.folder} has no step {self.config.load_step}; it has: {there}"
-            )
+            raise UserError(f"checkpoint.load_step: {self.folder} has no step {self.config.load_step}; it has: {there}")
         if steps:
             step = steps[-1] if self.config.load_step == -1 else self.config.load_step
             self.load_folder(
@@ -129,9 +127,7 @@ class CheckpointManager:
         """Raises UserError where the checkpoint is of another model."""
         names = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
         shapes = {
-            n: s.size
-            for n, s in ((n, saved[f"model.{n}"]) for n in names)
-            if isinstance(s, TensorStorageMetadata)
+            n: s.size for n, s in ((n, saved[f"model.{n}"]) for n in names) if isinstance(s, TensorStorageMetadata)
         }
         wrong = [f"{n} is missing" for n in model if n not in names]
         wrong += [f"{n} is not in this model" for n in sorted(names) if n not in model]

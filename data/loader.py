@@ -3,10 +3,11 @@
 A thread is enough: the tokenizers do their work outside of Python's lock.
 """
 
+import contextlib
 import queue
 import threading
 import weakref
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ class Batch(NamedTuple):
     rows: Tensor  # int64 (num_lanes, seq_len + 1)
     positions: Tensor  # int64 (num_lanes, 2): where the lanes are after it
     documents_per_epoch: int
+
+
+Batches: TypeAlias = queue.Queue[Batch | BaseException]
 
 
 class BatchLoader:
@@ -55,7 +59,7 @@ class BatchLoader:
         self.start_at(torch.tensor([[lane, 0] for lane in range(lanes)]), documents_per_epoch=0)
 
     def start_at(self, positions: Tensor, documents_per_epoch: int) -> None:
-        """positions: int64 (lanes, 2), of all lanes of the global batch. documents_per_epoch: 0 if unknown."""
+        """positions: int64 (lanes, 2), of all lanes, not this rank's only; documents_per_epoch: 0 if unknown."""
         packer = Packer(
             self.source,
             self.tokenizer,
@@ -68,14 +72,12 @@ class BatchLoader:
         )
         self.positions, self.documents_per_epoch = packer.positions(), documents_per_epoch
         self.end: BaseException | None = None
-        self.batches: queue.Queue[Batch | BaseException] = queue.Queue(max(1, self.prefetch))
+        self.batches: Batches = queue.Queue(max(1, self.prefetch))
         stop = threading.Event()
         # The thread does not hold the loader, so that one that is dropped is freed and its thread stopped.
-        self.thread = threading.Thread(
-            target=prepare, args=(packer, self.batches, stop), name="data", daemon=True
-        )
+        self.thread = threading.Thread(target=prepare, args=(packer, self.batches, stop), name="data", daemon=True)
         # At exit too, as a daemon thread that is inside of the tokenizer then may crash the process.
-        self.stop = weakref.finalize(self, stop_thread, self.thread, stop)
+        self.stop = weakref.finalize(self, stop_thread, self.thread, self.batches, stop)
 
     def __iter__(self) -> Self:
         return self
@@ -157,32 +159,25 @@ class BatchLoader:
         self.close()
 
 
-def prepare(packer: Packer, batches: "queue.Queue[Batch | BaseException]", stop: threading.Event) -> None:
+def prepare(packer: Packer, batches: Batches, stop: threading.Event) -> None:
     """The thread: packs batches ahead until the data ends, something goes wrong, or it is stopped."""
-
-    def hand_over(item: Batch | BaseException) -> None:
-        while not stop.is_set():
-            try:
-                batches.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
-
     try:
         while not stop.is_set():
-            rows = packer.next_rows()
-            if rows is None:
-                hand_over(StopIteration())
+            if packer.has_rows():
+                batches.put(Batch(packer.take_rows(), packer.positions(), packer.documents_per_epoch))
+            elif not packer.tokenize_chunk():
+                batches.put(StopIteration())
                 return
-            hand_over(Batch(rows, packer.positions(), packer.documents_per_epoch))
     except BaseException as error:  # Whatever it is: `next` waits for it.
-        hand_over(error)
+        batches.put(error)
 
 
-def stop_thread(thread: threading.Thread, stop: threading.Event) -> None:
+def stop_thread(thread: threading.Thread, batches: Batches, stop: threading.Event) -> None:
     stop.set()
+    with contextlib.suppress(queue.Empty):
+        batches.get_nowait()  # Room for the one batch that it may be waiting to put
     if thread.ident is not None:
-        thread.join(timeout=5)  # It may hang in a read over the network.
+        thread.join(timeout=5)  # No longer, as it may hang in a read over the network
 
 
 def entropy(counts: Tensor) -> float:

@@ -24,9 +24,7 @@ from errors import UserError
 
 PATH_KEY = "training.dataset_path (or validation.dataset_path)"
 FIELD = "text"
-DOCUMENT_BYTES = (
-    64 << 10
-)  # Longer text files are cut, or one file would keep its lane of the batch for many steps.
+DOCUMENT_BYTES = 64 << 10  # Longer text files are cut, or one file would keep its lane of the batch for many steps.
 
 
 def find_files(dataset_path: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -219,9 +217,7 @@ def text_of_line(line: bytes) -> str:
     if not isinstance(entry, dict):
         raise ValueError(f'not a JSON object; each line must be one, with a field "{FIELD}"')
     if not isinstance(entry.get(FIELD), str):
-        raise ValueError(
-            f'no string in field "{FIELD}" (fields: {", ".join(entry)}); rename the field that has it'
-        )
+        raise ValueError(f'no string in field "{FIELD}" (fields: {", ".join(entry)}); rename the field that has it')
     text = entry[FIELD]
     # JSON can spell half of a surrogate pair, which is no text and has no UTF-8: it becomes "?".
     return text.encode("utf-8", "replace").decode() if b"\\u" in line else text
@@ -236,9 +232,7 @@ class ParquetFiles:
     def __init__(self, files: list[Path], seed: int):
         self.files, self.seed = files, seed
         self.fingerprint = fingerprint_of("parquet", files, seed)
-        groups = [
-            (f, g, rows) for f, file in enumerate(files) for g, rows in enumerate(row_groups(file)) if rows
-        ]
+        groups = [(f, g, rows) for f, file in enumerate(files) for g, rows in enumerate(row_groups(file)) if rows]
         refuse_empty(files, len(groups))
         self.groups = np.array(groups, dtype=np.int64)  # (groups, 3): file, number within it, rows
 
@@ -256,9 +250,7 @@ class ParquetFiles:
                 row = int(rows_in_order[number - first])
                 text = column[row].as_py()
                 if text is None:
-                    refuse(
-                        self.files[f], f'row {row} of row group {group} has no "{FIELD}"; remove such rows'
-                    )
+                    refuse(self.files[f], f'row {row} of row group {group} has no "{FIELD}"; remove such rows')
                 yield number, text
 
 

@@ -36,9 +36,7 @@ class Lane:
 
     def __init__(self, document: int, offset: int):
         self.next_document = document  # The next one to append
-        self.offset = (
-            offset  # Tokens of the first piece (or of the next document, where there is none) that are packed
-        )
+        self.offset = offset  # Tokens of the first piece (or of the next document, where there is none) that are packed
         self.pieces: deque[tuple[int, np.ndarray]] = deque()  # Documents: number, int32 tokens
         self.unread = -offset
 
@@ -102,11 +100,12 @@ class Packer:
         # Of all lanes: while the length of an epoch is unknown, only the smallest is sure to be in the first.
         self.unread_documents = self.read(start=int(positions[:, 0].min()))
 
-    def next_rows(self) -> Tensor | None:
-        """int64 (num_lanes, seq_len + 1); None once all is read and some lane can't fill its row."""
-        while any(lane.unread <= self.seq_len for lane in self.lanes):
-            if not self.tokenize_chunk():
-                return None
+    def has_rows(self) -> bool:
+        """Whether every lane has the tokens of a row; if not, `tokenize_chunk` gets more."""
+        return all(lane.unread > self.seq_len for lane in self.lanes)
+
+    def take_rows(self) -> Tensor:
+        """int64 (num_lanes, seq_len + 1)."""
         return torch.from_numpy(np.stack([lane.take(self.seq_len) for lane in self.lanes])).long()
 
     def positions(self) -> Tensor:
@@ -145,9 +144,7 @@ class Packer:
                 yield epoch * self.documents_per_epoch + index, text
                 count = index + 1
             if count == 0:
-                raise UserError(
-                    f"{DATASET_KEY}: {self.source.fingerprint}: no document is in it; give other data"
-                )
+                raise UserError(f"{DATASET_KEY}: {self.source.fingerprint}: no document is in it; give other data")
             if self.documents_per_epoch not in (0, count):
                 raise UserError(
                     f"{DATASET_KEY}: {self.source.fingerprint}: had {self.documents_per_epoch} documents "

@@ -71,9 +71,7 @@ def open_source(dataset: str, dataset_path: str | None, seed: int) -> DocumentSo
             return HubDocuments(*HUB[dataset])
         return stdlib_documents(held_out=dataset == "stdlib_validation", seed=seed)
     if not takes_path:
-        raise UserError(
-            f'{PATH_KEY}: dataset = "{dataset}" takes no path; remove it, or choose another dataset'
-        )
+        raise UserError(f'{PATH_KEY}: dataset = "{dataset}" takes no path; remove it, or choose another dataset')
     if dataset == "hf":
         return HubDocuments(dataset_path, None, "train")
     files = find_files(dataset_path, SUFFIXES[dataset])
@@ -92,9 +90,7 @@ def stdlib_documents(*, held_out: bool, seed: int = 0) -> TextFiles:
     left_out = {"site-packages", "dist-packages", "__pycache__"}
     files = [f for f in folder.rglob("*.py") if not left_out.intersection(f.relative_to(folder).parts)]
     if not files:
-        raise UserError(
-            f"{DATASET_KEY}: {folder}, the standard library, has no *.py file; choose another dataset"
-        )
+        raise UserError(f"{DATASET_KEY}: {folder}, the standard library, has no *.py file; choose another dataset")
     # Some of its files test other encodings, or broken ones: what is not UTF-8 in them is dropped.
     kind = "stdlib_validation" if held_out else "stdlib"
     documents = TextFiles(kind, sorted(files), seed, errors="ignore")
@@ -119,9 +115,7 @@ class HubDocuments:
 
             stream = load_dataset(self.repository, self.configuration, split=self.split, streaming=True)
             examples = iter(stream.skip(start))
-        except (
-            Exception
-        ) as error:  # Of requests, of the hub's client, of fsspec, of datasets itself: no common base.
+        except Exception as error:  # Of requests, of the hub's client, of fsspec, of datasets itself: no common base.
             raise self.unreachable(error) from error
         number = start
         while True:

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 import re
-import tempfile
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -186,9 +186,7 @@ def stdlib_tokenizer(vocab_size: int, cache_dir: Path | None = None) -> Tokenize
     be written.
     """
     if vocab_size < 258:
-        raise UserError(
-            f"model.vocab_size: {vocab_size} is too small for a byte-level tokenizer; give 258 or more"
-        )
+        raise UserError(f"model.vocab_size: {vocab_size} is too small for a byte-level tokenizer; give 258 or more")
     folder = cache_dir or default_cache()
     file = folder / f"stdlib-bpe-{vocab_size}-python{platform.python_version()}-v{RECIPE}.json"
     if not file.is_file():
@@ -196,9 +194,9 @@ def stdlib_tokenizer(vocab_size: int, cache_dir: Path | None = None) -> Tokenize
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Another process may be writing too: each writes a file of its own, and the last rename wins.
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as temporary:
-                temporary.write(content)
-            os.replace(temporary.name, file)
+            temporary = folder / f"{file.name}.{uuid.uuid4().hex}"
+            temporary.write_text(content, encoding="utf-8")
+            os.replace(temporary, file)
         except OSError as error:
             raise UserError(
                 f"the trained tokenizer cannot be kept in {folder} ({error.strerror}); set the environment "

@@ -41,9 +41,7 @@ class ActivationCheckpointConfig:
         found = []
         option = self.selective_ac_option
         if option != "op" and not (option.isdecimal() and int(option) > 0):
-            found.append(
-                ("selective_ac_option", f'"{option}" is neither "op" nor a positive number; give one of them')
-            )
+            found.append(("selective_ac_option", f'"{option}" is neither "op" nor a positive number; give one of them'))
         if not 0 <= self.memory_budget <= 1:
             found.append(("memory_budget", f"{self.memory_budget} is not a share; give a number from 0 to 1"))
         return found

@@ -29,9 +29,7 @@ class CompileConfig:
             )
         if self.backend not in torch.compiler.list_backends(exclude_tags=()):
             known = ", ".join(torch.compiler.list_backends())
-            found.append(
-                ("backend", f'"{self.backend}" is not a backend of this torch; the backends are: {known}')
-            )
+            found.append(("backend", f'"{self.backend}" is not a backend of this torch; the backends are: {known}'))
         return found
 
 

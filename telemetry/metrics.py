@@ -1,172 +1,211 @@
-"""A run's numbers: timed right, and written to the console, metrics.jsonl and TensorBoard."""
+"""Metrics: what a step took, and where the numbers go (console, metrics.jsonl, TensorBoard)."""
 
-import contextlib
 import json
 import logging
 import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger("rowhouse")
+from errors import UserError
 
-# Console columns: key, colour, how it reads.
-COLUMNS: list[tuple[str, str, Callable[[float], str]]] = [
-    ("loss", "32", lambda v: f"loss {v:.4f}"),
-    ("validation_loss", "36", lambda v: f"validation loss {v:.4f}"),
-    ("grad_norm", "33", lambda v: f"grad norm {v:.3f}"),
-    ("lr", "0", lambda v: f"lr {v:.2e}"),
-    ("tokens_per_second", "34", lambda v: f"{v:,.0f} tokens/s"),
-    ("tflops", "36", lambda v: f"{v:,.2f} TFLOP/s"),
-    ("mfu", "35", lambda v: f"MFU {v:.1%}"),
-    ("memory_gib", "0", lambda v: f"{v:.2f} GiB"),
-]
+logger = logging.getLogger("rowhouse")
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Console, metrics.jsonl and TensorBoard."""
+    """What is told of the training, and where."""
 
     log_freq: int = 10
-    """Write the metrics every so many steps; the first and the last step are always written."""
+    """Log every so many steps; the first and the last are logged in any case."""
     enable_tensorboard: bool = False
-    """Write TensorBoard files too."""
+    """Write TensorBoard events as well as metrics.jsonl."""
     save_tb_folder: str = "tb"
-    """Where, within the run's folder."""
+    """Where TensorBoard's events go, in the run's folder."""
     disable_color_printing: bool = False
-    """No colours on a terminal."""
+    """No colours on the console (a file or pipe gets none anyway)."""
 
     def problems(self) -> list[tuple[str, str]]:
-        return [("log_freq", f"{self.log_freq} is too small; give 1 or more")] if self.log_freq < 1 else []
+        if self.log_freq < 1:
+            return [("log_freq", f"{self.log_freq} is too small; give 1 or more")]
+        return []
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """An interval between two logs: its steps and this rank's tokens, its seconds, and those spent waiting for data."""
+    """One interval between two logs."""
 
     steps: int
+    """Training steps in it."""
     tokens: int
+    """Tokens of these steps, as given to `StepClock.step`."""
     seconds: float
+    """Wall time of these steps, with the waits for data, without what was `outside`."""
     data_seconds: float
+    """The part of `seconds` spent waiting for data."""
 
 
 class StepClock:
-    """Times the steps since the last `read`, however many they are, without what happens `outside` of them."""
+    """Times the steps between two logs. The intervals follow from the calls alone, whatever their length.
+
+    The first interval contains compilation: log step 1 by itself to keep it out of the ones that follow. On CUDA, work
+    still queued when `outside` is entered is timed there, where something waits for it; synchronise first if that matters.
+    """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
         self.now = now
-        self.begin_interval()
+        self.start()
 
-    def begin_interval(self) -> None:
+    def start(self) -> None:
+        """Begins an interval here."""
+        self.began = self.now()
         self.steps = self.tokens = 0
         self.data_seconds = self.outside_seconds = 0.0
-        self.began = self.now()
+        self.is_outside = False
 
-    @contextlib.contextmanager
+    @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
+        """Around the call that fetches a batch. Inside `outside` it counts as that."""
         began = self.now()
         yield
-        self.data_seconds += self.now() - began
+        if not self.is_outside:
+            self.data_seconds += self.now() - began
 
-    @contextlib.contextmanager
+    @contextmanager
     def outside(self) -> Iterator[None]:
-        """Validation, checkpoints and the like; what it waits for within does not count either."""
-        began, data_seconds = self.now(), self.data_seconds
+        """Around what is no training step: validation, checkpoint, profiling."""
+        began = self.now()
+        self.is_outside = True
         yield
+        self.is_outside = False
         self.outside_seconds += self.now() - began
-        self.data_seconds = data_seconds
 
     def step(self, tokens: int) -> None:
+        """A step has ended that trained on this many tokens."""
         self.steps += 1
         self.tokens += tokens
 
     def read(self) -> StepTimes:
-        """The interval up to now; a new one begins. Call it when the device has finished the steps."""
+        """The interval up to here; begins the next."""
         seconds = self.now() - self.began - self.outside_seconds
         times = StepTimes(self.steps, self.tokens, seconds, self.data_seconds)
-        self.begin_interval()
+        self.start()
         return times
 
 
+# What the console shows of the values, in this order: key, format, ANSI colour.
+CONSOLE: list[tuple[str, str, int]] = [
+    ("loss", "loss {:.4f}", 32),
+    ("validation_loss", "validation loss {:.4f}", 35),
+    ("grad_norm", "grad_norm {:.4f}", 33),
+    ("lr", "lr {:.2e}", 39),
+    ("tokens_per_second", "{:,.0f} tokens/s", 34),
+    ("tflops", "{:,.2f} TFLOP/s", 36),
+    ("mfu", "MFU {:.1%}", 36),
+    ("memory_gib", "{:.2f} GiB", 39),
+]
+
+
 class MetricsWriter:
-    """Writes one rank's metrics. Only rank 0 makes one."""
+    """Writes the values of a step to the console, to `folder`/metrics.jsonl and to TensorBoard. For one rank.
+
+    A run that resumes at `start_step` drops the lines of later steps that an earlier process has left, and TensorBoard
+    hides them, so that every step appears once. Raises UserError where TensorBoard is asked for and not installed.
+    """
 
     def __init__(self, config: MetricsConfig, folder: Path, *, start_step: int, total_steps: int):
         self.total_steps = total_steps
-        self.colored = sys.stdout.isatty() and not config.disable_color_printing
+        self.coloured = sys.stdout.isatty() and not config.disable_color_printing
+        self.knows_pace = False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        keep_until(path, start_step)
-        self.file = path.open("a")
-        self.board: Any = None
+        drop_later_lines(path, start_step)
+        self.file = path.open("a", encoding="utf-8")
+        self.tensorboard: Any = None
         if config.enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(str(folder / config.save_tb_folder), purge_step=start_step + 1)
-        # The first interval compiles and warms up: it says little about the steps to come.
-        self.recent_seconds: deque[float] = deque(maxlen=20)
-        self.written_intervals = 0
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise UserError(
+                    "metrics.enable_tensorboard: TensorBoard is not installed; run pip install tensorboard, or set it to false"
+                ) from error
+            self.tensorboard = SummaryWriter(str(folder / config.save_tb_folder), purge_step=start_step + 1)
 
     def write(self, step: int, values: dict[str, float | None]) -> None:
-        """One console line, one line of metrics.jsonl, and the TensorBoard scalars. None is not shown."""
-        self.written_intervals += 1
-        seconds = values.get("step_seconds")
-        if seconds is not None and (self.written_intervals > 1 or not self.recent_seconds):
-            if self.written_intervals == 2:
-                self.recent_seconds.clear()
-            self.recent_seconds.append(seconds)
-        self.write_line(step, values, self.eta(step))
+        """The metrics of a training step. None stands for what is not known (MFU of an unknown device).
+
+        "step_seconds" gives the time to the end; not on the first line, whose steps contain compilation.
+        """
+        parts = []
+        pace = values.get("step_seconds")
+        if pace is not None and self.knows_pace:
+            parts.append(f"ETA {timedelta(seconds=round(pace * max(0, self.total_steps - step)))}")
+        self.knows_pace = True
+        self.record(step, values, parts)
 
     def write_validation(self, step: int, values: dict[str, float | None]) -> None:
-        self.write_line(step, values, "")
+        """The metrics of a validation after training step `step`: "validation_loss"."""
+        self.record(step, values, [])
 
-    def write_line(self, step: int, values: dict[str, float | None], ending: str) -> None:
+    def record(self, step: int, values: dict[str, float | None], more: list[str]) -> None:
         shown = [
-            (color, text(value)) for key, color, text in COLUMNS if (value := values.get(key)) is not None
+            self.colour(form.format(values[key]), code) for key, form, code in CONSOLE if values.get(key) is not None
         ]
-        parts = [f"\033[{color}m{text}\033[0m" if self.colored else text for color, text in shown]
-        logger.info("%s", "  ".join(filter(None, [f"step {step}/{self.total_steps}", *parts, ending])))
-        # JSON has neither NaN nor infinity: they are null, and named.
-        nonfinite = [key for key, value in values.items() if value is not None and not math.isfinite(value)]
-        record: dict[str, Any] = {"step": step, "time": time.time()}
-        record |= {key: None if key in nonfinite else value for key, value in values.items()}
-        if nonfinite:
-            record["nonfinite"] = nonfinite
-        self.file.write(json.dumps(record, allow_nan=False) + "\n")
+        logger.info("%s", "  ".join([self.colour(f"step {step:>{len(str(self.total_steps))}}", 31), *shown, *more]))
+        self.file.write(json_line(step, values) + "\n")
         self.file.flush()
-        if self.board is not None:
-            for key, value in values.items():
+        if self.tensorboard is not None:
+            for name, value in values.items():
                 if value is not None:
-                    self.board.add_scalar(key, value, step)
-            self.board.flush()
+                    self.tensorboard.add_scalar(name, value, step)
 
-    def eta(self, step: int) -> str:
-        """Time left at the pace of the last intervals: "ETA 1:02:03"."""
-        if not self.recent_seconds:
-            return ""
-        left = round(sum(self.recent_seconds) / len(self.recent_seconds) * (self.total_steps - step))
-        return f"ETA {left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+    def colour(self, text: str, code: int) -> str:
+        return f"\033[{code}m{text}\033[0m" if self.coloured else text
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
-def keep_until(path: Path, step: int) -> None:
-    """Drops the lines of metrics.jsonl after `step`, which a resumed run writes again, and a torn last line."""
+def json_line(step: int, values: dict[str, float | None]) -> str:
+    """One object of strict JSON: "step", the values, "time" (unix seconds).
+
+    JSON has no NaN and no infinity: such a value is null, and its name is in the list "nonfinite".
+    """
+    nonfinite = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
+    line: dict[str, Any] = {"step": step, **values, **dict.fromkeys(nonfinite), "time": time.time()}
+    if nonfinite:
+        line["nonfinite"] = nonfinite
+    return json.dumps(line, allow_nan=False)
+
+
+def drop_later_lines(path: Path, start_step: int) -> None:
+    """Rewrites a metrics.jsonl without the steps after `start_step`, and without lines that a kill has left torn."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    temporary = path.with_suffix(".jsonl.tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    kept, torn = [], 0
+    for line in text.splitlines():
+        try:
+            if json.loads(line)["step"] <= start_step:
+                kept.append(line)
+        except (ValueError, TypeError, KeyError):
+            torn += 1
+    if torn:
+        logger.warning("%s: dropped %d unreadable line(s), left by a run that was cut off", path, torn)
+    new_text = "".join(line + "\n" for line in kept)
+    if new_text == text:
+        return
+    new_path = path.with_name(path.name + ".tmp")
+    with new_path.open("w", encoding="utf-8") as file:
+        file.write(new_text)
+        file.flush()
+        os.fsync(file.fileno())
+    new_path.replace(path)

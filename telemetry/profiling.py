@@ -1,130 +1,133 @@
-"""Traces and memory snapshots of a running job."""
+"""Traces of where the time goes (torch.profiler) and of where the memory goes (CUDA's allocation history)."""
 
-import contextlib
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from errors import UserError
 
 logger = logging.getLogger("rowhouse")
 
-SNAPSHOT_EVENTS = 100_000  # Allocations kept in a memory snapshot's history.
+SNAPSHOT_ENTRIES = 100_000  # Allocations and frees that a snapshot remembers.
 
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """torch.profiler traces and CUDA memory snapshots."""
+    """Traces for performance work."""
 
     enable_profiling: bool = False
-    """Write a Chrome trace of each rank every profile_freq steps."""
+    """Write Chrome traces (open in https://ui.perfetto.dev), one a rank. Slows the traced steps down."""
     save_traces_folder: str = "profile_traces"
-    """Where, within the run's folder."""
+    """Where, in the run's folder: step_N/rankR_trace.json."""
     profile_freq: int = 10
-    """A trace, or a snapshot, every so many steps."""
+    """A trace every so many steps, counted from where the run starts or resumes."""
     profiler_active: int = 1
-    """Steps in a trace."""
+    """Steps in a trace, the last ones of each profile_freq."""
     profiler_warmup: int = 3
-    """Steps of profiling before them that are thrown away."""
+    """Steps before them that are traced and thrown away."""
     enable_memory_snapshot: bool = False
-    """Write a snapshot of CUDA memory every profile_freq steps, and when memory runs out."""
+    """Write CUDA allocation histories (open in https://pytorch.org/memory_viz) every profile_freq steps and when out of memory."""
     save_memory_snapshot_folder: str = "memory_snapshot"
-    """Where, within the run's folder."""
+    """Where, in the run's folder: step_N/rankR_memory_snapshot.pickle."""
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
-        if self.profiler_active < 1 or self.profiler_warmup < 0:
-            found.append(
-                ("profiler_active", "a trace needs 1 active step or more, after 0 or more of warm-up")
+        if self.profiler_active < 1:
+            found.append(("profiler_active", f"{self.profiler_active} steps are no trace; give 1 or more"))
+        if self.profiler_warmup < 0:
+            found.append(("profiler_warmup", f"{self.profiler_warmup} is negative; give 0 or more"))
+        if self.profile_freq < max(1, self.profiler_warmup + self.profiler_active):
+            text = (
+                f"{self.profile_freq} steps have no room for {self.profiler_warmup} of warm-up (profiler_warmup) and "
+                f"{self.profiler_active} traced (profiler_active); raise it, or lower one of these"
             )
-        if self.profile_freq < self.profiler_active + self.profiler_warmup:
-            needed = self.profiler_active + self.profiler_warmup
-            found.append(
-                (
-                    "profile_freq",
-                    f"{self.profile_freq} steps are fewer than warm-up and active, {needed}; raise it",
-                )
-            )
-        if self.enable_memory_snapshot and not torch.cuda.is_available():
-            found.append(("enable_memory_snapshot", "there is no CUDA device here; set it to false"))
+            found.append(("profile_freq", text))
         return found
 
 
-class Profiler(Protocol):
-    def step(self) -> None: ...
+class StepProfiler:
+    """Follows the training steps and writes what is due. Made by `maybe_profile`."""
 
+    def __init__(self, config: ProfilingConfig, folder: Path, start_step: int, rank: int):
+        self.config = config
+        self.folder = folder
+        self.rank = rank
+        self.steps_done = 0
+        self.start_step = start_step
+        self.last_traced = 0
+        self.trace = self.make_trace() if config.enable_profiling else None
 
-class Together:
-    """Steps several profilers at once."""
-
-    def __init__(self, profilers: list[Profiler]):
-        self.profilers = profilers
+    def make_trace(self) -> profile:
+        active, warmup = self.config.profiler_active, self.config.profiler_warmup
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        return profile(
+            activities=activities,
+            schedule=schedule(wait=self.config.profile_freq - warmup - active, warmup=warmup, active=active),
+            on_trace_ready=self.write_trace,
+            record_shapes=True,
+        )
 
     def step(self) -> None:
-        for profiler in self.profilers:
-            profiler.step()
+        """Call after each training step."""
+        self.steps_done += 1
+        if self.trace is not None:
+            self.trace.step()
+        if self.config.enable_memory_snapshot and self.steps_done % self.config.profile_freq == 0:
+            self.write_snapshot(f"step_{self.start_step + self.steps_done}")
 
-
-class MemorySnapshots:
-    """Dumps the history of CUDA allocations every `freq` steps, for pytorch.org/memory_viz."""
-
-    def __init__(self, folder: Path, step: int, freq: int, rank: int):
-        self.folder, self.count, self.freq, self.rank = folder, step, freq, rank
-
-    def step(self) -> None:
-        self.count += 1
-        if self.count % self.freq == 0:
-            self.dump(f"step_{self.count}")
-
-    def dump(self, name: str) -> None:
-        folder = self.folder / name
+    def write_trace(self, trace: profile) -> None:
+        # The profiler also calls this at its end, with a window that is not whole or has just begun.
+        if self.steps_done % self.config.profile_freq != 0 or self.steps_done == self.last_traced:
+            return
+        self.last_traced = self.steps_done
+        folder = self.folder / self.config.save_traces_folder / f"step_{self.start_step + self.steps_done}"
         folder.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"rank{self.rank}_memory_snapshot.pickle"))
-        logger.info("memory snapshot: %s", folder)
+        path = folder / f"rank{self.rank}_trace.json"
+        trace.export_chrome_trace(str(path))
+        logger.info("trace: %s", path)
+
+    def write_snapshot(self, name: str) -> None:
+        folder = self.folder / self.config.save_memory_snapshot_folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank{self.rank}_memory_snapshot.pickle"
+        torch.cuda.memory._dump_snapshot(str(path))
+        logger.info("memory snapshot: %s", path)
 
 
-@contextlib.contextmanager
-def maybe_profile(config: ProfilingConfig, folder: Path, *, start_step: int, rank: int) -> Iterator[Profiler]:
-    """An object whose `step()` is called after each training step, whatever is enabled."""
-    with contextlib.ExitStack() as stack:
-        profilers: list[Profiler] = []
-        if config.enable_profiling:
-            profilers.append(
-                stack.enter_context(
-                    trace_profiler(config, folder / config.save_traces_folder, start_step, rank)
-                )
-            )
+@contextmanager
+def maybe_profile(config: ProfilingConfig, folder: Path, *, start_step: int, rank: int) -> Iterator[StepProfiler]:
+    """For the training loop: gives an object whose `step()` is called after each step; writes below `folder`.
+
+    Raises UserError for memory snapshots without CUDA.
+    """
+    if config.enable_memory_snapshot and not torch.cuda.is_available():
+        raise UserError(
+            "profiling.enable_memory_snapshot: snapshots are of CUDA memory and there is no CUDA device here; "
+            "set it to false"
+        )
+    profiler = StepProfiler(config, folder, start_step, rank)
+    with ExitStack() as stack:
+        if profiler.trace is not None:
+            stack.enter_context(profiler.trace)
         if config.enable_memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
             stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
-            snapshots = MemorySnapshots(
-                folder / config.save_memory_snapshot_folder, start_step, config.profile_freq, rank
-            )
-            profilers.append(snapshots)
         try:
-            yield Together(profilers)
-        except torch.cuda.OutOfMemoryError:
+            yield profiler
+        except torch.OutOfMemoryError:
             if config.enable_memory_snapshot:
-                snapshots.dump(f"step_{snapshots.count + 1}_out_of_memory")
+                profiler.write_snapshot(f"step_{start_step + profiler.steps_done + 1}_out_of_memory")
             raise
-
-
-def trace_profiler(config: ProfilingConfig, folder: Path, start_step: int, rank: int) -> Any:
-    """torch.profiler that waits, warms up, records and writes, over and over."""
-
-    def write(profiler: torch.profiler.profile) -> None:
-        step_folder = folder / f"step_{start_step + profiler.step_num}"
-        step_folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(step_folder / f"rank{rank}_trace.json"))
-        logger.info("trace: %s", step_folder)
-
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    wait = config.profile_freq - config.profiler_warmup - config.profiler_active
-    schedule = torch.profiler.schedule(
-        wait=wait, warmup=config.profiler_warmup, active=config.profiler_active
-    )
-    return torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write)
+    if config.enable_profiling and not profiler.last_traced:
+        logger.warning(
+            "profiling.enable_profiling: no trace was written: the run took %d steps, fewer than profiling.profile_freq "
+            "(%d); lower it",
+            profiler.steps_done, config.profile_freq,
+        )  # fmt: skip

@@ -42,9 +42,7 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "AC selective op, compiled": ("--activation_checkpoint.mode selective --compile.enable", (1,)),
     "AC memory budget, compiled": ("--activation_checkpoint.mode memory_budget --compile.enable", (1,)),
 }  # fmt: skip
-FLOAT8 = (
-    "--training.mixed_precision_param bfloat16 --float8.recipe_name rowwise --activation_checkpoint.mode "
-)
+FLOAT8 = "--training.mixed_precision_param bfloat16 --float8.recipe_name rowwise --activation_checkpoint.mode "
 FLOAT8_CASES = {
     "float8 none": (FLOAT8 + "none", (1,)),
     "float8 full": (FLOAT8 + "full", (1, 2)),
@@ -84,9 +82,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tor
 
 def distance(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """The largest relative error of a parameter's gradient; NaN where any is NaN."""
-    errors = [
-        (grads[n].double() - reference[n].double()).norm() / reference[n].double().norm() for n in reference
-    ]
+    errors = [(grads[n].double() - reference[n].double()).norm() / reference[n].double().norm() for n in reference]
     return torch.stack(errors).max().item()
 
 
@@ -112,9 +108,7 @@ def save_float64(folder: Path) -> None:
     torch.save(float64_gradients(folder / "float64"), folder / "float64.pt")
 
 
-def test_every_way_gives_the_same_gradients(
-    results: dict[str, dict[str, torch.Tensor]], tmp_path: Path
-) -> None:
+def test_every_way_gives_the_same_gradients(results: dict[str, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     launch(save_float64, 1, tmp_path)
     exact = torch.load(tmp_path / "float64.pt")
     floor = distance(results["nothing, 1 ranks"], exact)

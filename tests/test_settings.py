@@ -57,9 +57,17 @@ def test_values_arrive_as_typed(tmp_path: Path) -> None:
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:
-    flags = (
-        ["--engine.power", "1_000", "--engine.ratio=1e-3", "--engine.fuel", "none", "--engine.names", "p,q", "r", "--engine.on"]
-    )
+    flags = [
+        "--engine.power",
+        "1_000",
+        "--engine.ratio=1e-3",
+        "--engine.fuel",
+        "none",
+        "--engine.names",
+        "p,q",
+        "r",
+        "--engine.on",
+    ]
     assert read(tmp_path, '[engine]\npower = 7\nfuel = "hay"\n', *flags) == Engine(
         1000, 1e-3, None, ["p", "q", "r"], True
     )
@@ -69,9 +77,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 
 def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     toml = '[engin]\npower = 1\n[engine]\npwer = 1\npower = "3"\nratio = true\nfuel = "oat"\non = 1\nnames = [1]\n'
-    found = problems(
-        tmp_path, toml, "--engine.powr", "3", "--engine.ratio", "much", "stray", "--engine.power"
-    )
+    found = problems(tmp_path, toml, "--engine.powr", "3", "--engine.ratio", "much", "stray", "--engine.power")
     assert found == [
         '/cart.toml: [engin]: unknown section; did you mean "engine"?',
         '/cart.toml: engine.pwer: unknown key; did you mean "power"?',
@@ -104,9 +110,7 @@ def test_a_wrong_flag(tmp_path: Path, flag: str, text: str) -> None:
 
 
 def test_a_value_out_of_range_names_its_file(tmp_path: Path) -> None:
-    assert problems(tmp_path, "[engine]\npower = -2\n") == [
-        "/cart.toml: engine.power: -2 is negative; give 0 or more"
-    ]
+    assert problems(tmp_path, "[engine]\npower = -2\n") == ["/cart.toml: engine.power: -2 is negative; give 0 or more"]
 
 
 def test_the_resolved_file_reads_back(tmp_path: Path) -> None:

@@ -56,8 +56,6 @@ def from_hf(state: Mapping[str, Tensor], shape: LlamaShape, names: list[str]) ->
     """Full parameters by Hugging Face's names -> those of Rowhouse's `names`. Raises KeyError for one that is missing."""
     rotary = ("wq.weight", "wk.weight")
     return {
-        name: halves_to_pairs(state[hf_name(name)], shape.head_dim)
-        if name.endswith(rotary)
-        else state[hf_name(name)]
+        name: halves_to_pairs(state[hf_name(name)], shape.head_dim) if name.endswith(rotary) else state[hf_name(name)]
         for name in names
     }

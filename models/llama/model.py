@@ -67,8 +67,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, freqs_cis: Tensor, seq_len: int) -> Tensor:
         """x: (tokens, dim) -> (tokens, dim); tokens = batch * seq_len."""
         q, k, v = (
-            w(x).view(-1, seq_len, w.out_features // self.head_dim, self.head_dim)
-            for w in (self.wq, self.wk, self.wv)
+            w(x).view(-1, seq_len, w.out_features // self.head_dim, self.head_dim) for w in (self.wq, self.wk, self.wv)
         )
         q, k = apply_rotary_emb(q, freqs_cis), apply_rotary_emb(k, freqs_cis)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -146,9 +145,7 @@ class Llama(nn.Module):
             nn.init.trunc_normal_(full, std=std, a=-3 * std, b=3 * std, generator=generator)
             if isinstance(parameter, DTensor):
                 # Every rank has the same full tensor: each takes its shard, nothing is sent.
-                shard = distribute_tensor(
-                    full, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
+                shard = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 parameter.to_local().copy_(shard.to_local())
             else:
                 parameter.copy_(full)

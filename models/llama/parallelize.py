@@ -91,6 +91,5 @@ def table(rows: list[Applied]) -> str:
     cells = [("", "asked for", "applied"), *((r.technique, r.asked, r.applied) for r in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
     )

@@ -35,9 +35,7 @@ class LlamaShape:
 FLAVORS: dict[str, LlamaShape] = {
     "debugmodel": LlamaShape(256, 4, 8, 4, 768, vocab_size=2048, head_dim=32),
     "300M": LlamaShape(1024, 16, 16, 8, 3584, vocab_size=16384, head_dim=64),
-    "1B": LlamaShape(
-        2048, 16, 32, 8, 8192, head_dim=64, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True
-    ),
+    "1B": LlamaShape(2048, 16, 32, 8, 8192, head_dim=64, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
     "3B": LlamaShape(3072, 28, 24, 8, 8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True),
     "8B": LlamaShape(4096, 32, 32, 8, 14336),
     "70B": LlamaShape(8192, 80, 64, 8, 28672),

@@ -58,9 +58,7 @@ def test_stdlib_tokenizer_is_kept_and_the_same_for_racing_processes(trained, tmp
         "print(stdlib_tokenizer(512, Path(sys.argv[1])).fingerprint)"
     )
     runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, tmp_path / "new"], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        subprocess.Popen([sys.executable, "-c", program, tmp_path / "new"], stdout=subprocess.PIPE, text=True, cwd=ROOT)
         for _ in range(2)
     ]
     assert [run.communicate()[0].strip() for run in runs] == [trained.fingerprint] * 2
