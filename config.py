@@ -36,7 +36,8 @@ class TrainingConfig:
     """The batch, the data and the precision."""
 
     dataset: str = "stdlib"
-    """What is read: stdlib (the running Python's standard library), c4, fineweb_edu or hf (streamed from Hugging Face), text, jsonl or parquet (local)."""
+    """What is read: stdlib (the running Python's standard library); c4, fineweb_edu or hf (streamed from Hugging Face);
+    text, jsonl or parquet (local)."""
     dataset_path: str | None = None
     """Where: a file, folder or pattern for text, jsonl and parquet; a hub name or local folder for hf."""
     epochs: int | None = None
@@ -153,25 +154,26 @@ class JobConfig:
         replicate, shard = self.parallelism.degrees(world_size)
         if replicate * shard != world_size:
             text = (
-                f"{replicate} replicas x {shard} shards (data_parallel_shard_degree) are not the {world_size} ranks that "
-                "run; change one of them, or set the shard degree to -1"
+                f"{replicate} replicas x {shard} shards (data_parallel_shard_degree) are not the {world_size} ranks "
+                "that run; change one of them, or set the shard degree to -1"
             )
             found.append(("parallelism.data_parallel_replicate_degree", text))
         else:
             micro_batch = self.training.local_batch_size * replicate * shard
             lanes = self.training.lanes(replicate * shard)
             if self.training.local_batch_size > 0 and (lanes < 1 or lanes % micro_batch):
+                nearest_lanes = max(1, round(lanes / micro_batch)) * micro_batch
                 text = (
                     f"{lanes} is not a multiple of local_batch_size ({self.training.local_batch_size}) x data parallel "
-                    f"ranks ({replicate * shard}) = {micro_batch}; the nearest that is: {max(1, round(lanes / micro_batch)) * micro_batch}"
+                    f"ranks ({replicate * shard}) = {micro_batch}; the nearest that is: {nearest_lanes}"
                 )
                 found.append(("training.global_batch_size", text))
-        if self.activation_checkpoint.mode == "memory_budget":
-            if not (self.compile.enable and "model" in self.compile.components):
-                text = 'memory_budget is carried out by the compiler; set compile.enable with "model", or another mode'
-                found.append(("activation_checkpoint.mode", text))
+        compiles_model = self.compile.enable and "model" in self.compile.components
+        if self.activation_checkpoint.mode == "memory_budget" and not compiles_model:
+            text = 'memory_budget is carried out by the compiler; set compile.enable with "model", or another mode'
+            found.append(("activation_checkpoint.mode", text))
         if self.lr_scheduler.warmup_steps > self.schedule_steps:
-            text = f"{self.lr_scheduler.warmup_steps} steps of warm-up are more than the {self.schedule_steps} steps of the schedule"
+            text = f"{self.lr_scheduler.warmup_steps} is more than the {self.schedule_steps} steps of the schedule"
             found.append(("lr_scheduler.warmup_steps", f"{text}; lower it, or raise training.steps"))
         if self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
             text = "the parameters are in host memory (training.enable_cpu_offload); take foreach"

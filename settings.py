@@ -59,9 +59,9 @@ def field_docs(section: type) -> dict[str, str]:
     assert isinstance(class_node, ast.ClassDef)
     docs = {}
     for field, text in zip(class_node.body, class_node.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
-            if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
-                docs[field.target.id] = " ".join(text.value.value.split())
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
     return docs
 
 
@@ -110,7 +110,7 @@ def check_value(value: Any, kind: Any) -> Any:
 
 
 def parse_text(text: str, kind: Any) -> Any:
-    """A command-line word as the type `kind` would have been written in TOML; the text itself where it can't be read."""
+    """A command-line word as TOML would have given it for `kind`; the text itself where it can't be read so."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         (inner,) = (k for k in typing.get_args(kind) if k is not types.NoneType)
         return text if text == "none" else parse_text(text, inner)

@@ -46,6 +46,9 @@ class Trainer:
         self.folder = Path(config.job.dump_folder)
         self.step = 0
         self.tokens_seen = 0
+        self.last_loss: float | None = None
+        self.writer: MetricsWriter | None = None
+        self.clock = StepClock()
         self.start_logging()
         self.set_determinism()
         self.mesh = build_mesh(config.parallelism, self.device)
@@ -97,7 +100,7 @@ class Trainer:
         if tokenizer.vocab_size > shape.vocab_size:
             raise UserError(
                 f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, the model "
-                f"{shape.vocab_size}: choose another tokenizer, or set model.vocab_size to {tokenizer.vocab_size} or more"
+                f"{shape.vocab_size}: choose another, or set model.vocab_size to {tokenizer.vocab_size} or more"
             )
         logger.info("tokenizer: %s, %d tokens", tokenizer.path, tokenizer.vocab_size)
         return tokenizer
@@ -193,21 +196,19 @@ class Trainer:
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
 
     def restore(self) -> None:
-        if self.config.checkpoint.enable and self.checkpoints.load() is not None:
+        if self.checkpoints.load() is not None:
             logger.info("resumed after step %d (%s tokens)", self.step, f"{self.tokens_seen:,}")
 
     # Training
 
     def train(self) -> None:
-        """Trains to the last step or to the end of the data; then validates and saves. Returns at once if nothing is left."""
+        """Trains to the last step or to the end of the data, then saves. Returns at once if no step is left."""
         config, steps = self.config, self.config.training.steps
-        self.writer = None
         if self.rank == 0:
             self.writer = MetricsWriter(config.metrics, self.folder, start_step=self.step, total_steps=steps)
         first_step = self.step + 1
-        self.clock = StepClock()
+        self.clock.start()
         garbage = GarbageCollector(config.training.gc_freq)
-        self.last_loss: float | None = None
         with maybe_profile(config.profiling, self.folder, start_step=self.step, rank=self.rank) as profiler:
             while self.step < steps:
                 batch = self.next_batch(self.loader, config.training.epochs is not None)
@@ -218,19 +219,29 @@ class Trainer:
                 self.train_step(*batch)
                 if self.step == first_step:
                     set_timeouts(config.comm)
-                with self.clock.outside():
-                    garbage.step(self.step)
-                    profiler.step()
-                    if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
+                garbage.step(self.step)
+                profiler.step()
+                if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
+                    with self.paused_clock():
                         self.validate()
-                    if config.checkpoint.enable and self.step < steps:
+                saves_now = config.checkpoint.enable and self.step % config.checkpoint.interval == 0
+                with self.paused_clock() if saves_now else contextlib.nullcontext():
+                    if self.step < steps:
                         self.checkpoints.maybe_save(self.step)
-        if config.checkpoint.enable and self.step >= first_step:
+        if self.step >= first_step:
             self.checkpoints.save(self.step, last=True)
         self.report(first_step)
 
+    @contextlib.contextmanager
+    def paused_clock(self) -> Iterator[None]:
+        """Around what is no part of a step; the device first finishes the steps, whose time is theirs."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self.clock.outside():
+            yield
+
     def next_batch(self, loader: BatchLoader, can_end: bool) -> tuple[Tensor, Tensor] | None:
-        """The next (inputs, labels), each (rows, seq_len) on the host; None, on all ranks, when one of them has no more."""
+        """The next (inputs, labels), both (rows, seq_len) on the host; None, on all ranks, when one has no more."""
         with self.clock.waiting_for_data():
             batch = next(loader, None)
             if can_end:
@@ -297,8 +308,8 @@ class Trainer:
                 "mfu": None if peak is None else flops / peak,
                 "step_seconds": times.seconds / times.steps,
                 "data_share": times.data_seconds / times.seconds,
-                "memory_gib": memory.allocated_gib,
-                "memory_reserved_gib": memory.reserved_gib,
+                "memory_gib": memory.gib,
+                "memory_allocated_gib": memory.allocated_gib,
             }
             self.writer.write(self.step, values)
 
@@ -366,7 +377,7 @@ class Trainer:
             logger.info("to go on: %s --config %s %s", how, self.folder / "config.toml", more)
 
     def close(self) -> None:
-        if getattr(self, "writer", None) is not None:
+        if self.writer is not None:
             self.writer.close()
         self.checkpoints.close()
         self.loader.close()

@@ -1,10 +1,19 @@
-"""What a checkpoint holds of a run, each part as DCP takes it: with state_dict and load_state_dict."""
+"""What a checkpoint holds of a run, as the state dicts that torch.distributed.checkpoint (DCP) writes and reads.
 
+Model and optimizer are flat dicts of tensors, named as in the model that the user wrote: without the prefixes of
+wrappers (compile, activation checkpointing), and sharded as the ranks hold them, so that any number of ranks can load
+them. All other states are small, the same on every rank, and packed into one tensor of bytes.
+"""
+
+import io
+import logging
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -13,9 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+logger = logging.getLogger("rowhouse")
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
 
 class ModelState:
-    """The parameters by name, sharded as they are."""
+    """Parameters and persistent buffers: name -> Tensor or DTensor, the live ones. A tied weight has both its names."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -28,34 +41,83 @@ class ModelState:
 
 
 class OptimizerState:
-    """The moments and settings by parameter name, so that another split of the parameters finds its own."""
+    """Moments and step counts: "state.<parameter>.exp_avg" and so on -> Tensor or DTensor, the live ones.
 
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    The hyperparameters (learning rate, betas, weight decay) are not part of it: a resumed run takes them from its
+    configuration, where the user may have changed them.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+        """Before the optimizer's first step this creates its state, as zeros that a load can fill."""
+        full = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+        return {key: value for key, value in full.items() if key.startswith("state.")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, state, options=self.options)
+        full = get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)
+        set_optimizer_state_dict(self.model, self.optimizer, {**full, **state}, options=FLAT)
 
 
 class RngState:
-    """torch's random generators of this rank, on the host and on the device; another number of ranks keeps its seed."""
+    """The random number generators of all ranks: Python's, NumPy's, PyTorch's on the CPU and on this rank's GPU.
+
+    With other ranks than at the save, those that the checkpoint does not know keep the seed that they have.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.rank = dist.get_rank()
 
     def state_dict(self) -> dict[str, Any]:
-        state = {f"host{self.rank}": torch.get_rng_state()}
+        """{"rank-0": ..., "rank-1": ...}: gathered, so a collective call; the same on all ranks."""
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, self.own_state())
+        return {f"rank-{rank}": state for rank, state in enumerate(states)}
+
+    def own_state(self) -> dict[str, Any]:
+        numpy_state: Any = np.random.get_state()  # noqa: NPY002
+        name, keys, *position = numpy_state
+        state = {
+            "python": random.getstate(),
+            "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *position),
+            "torch": torch.get_rng_state(),
+        }
         if self.device.type == "cuda":
-            state[f"cuda{self.rank}"] = torch.cuda.get_rng_state(self.device)
+            state["cuda"] = torch.cuda.get_rng_state(self.device)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state[f"host{self.rank}"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state[f"cuda{self.rank}"], self.device)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if rank == 0 and len(state) < world_size:
+            logger.info(
+                "random numbers: the checkpoint has the state of %d ranks; ranks %d to %d keep their seed",
+                len(state), len(state), world_size - 1,
+            )  # fmt: skip
+        own = state.get(f"rank-{rank}")
+        if own is None:
+            return
+        random.setstate(own["python"])
+        name, keys, *position = own["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *position))  # noqa: NPY002
+        torch.set_rng_state(own["torch"])
+        if self.device.type == "cuda" and "cuda" in own:
+            torch.cuda.set_rng_state(own["cuda"], self.device)
+
+
+def pack(state: dict[str, Any]) -> Tensor:
+    """A state of numbers, strings, containers and tensors as bytes, uint8 (length,): a snapshot.
+
+    DCP would pickle such values and unpickle them without restriction; of tensors it reads weights only, as `unpack`
+    does. Raises pickle.UnpicklingError for a state that `unpack` would refuse, here and not when it is needed.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    packed = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
+    unpack(packed)
+    return packed
+
+
+def unpack(packed: Tensor) -> dict[str, Any]:
+    return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)

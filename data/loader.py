@@ -59,7 +59,7 @@ class BatchLoader:
         self.start_at(torch.tensor([[lane, 0] for lane in range(lanes)]), documents_per_epoch=0)
 
     def start_at(self, positions: Tensor, documents_per_epoch: int) -> None:
-        """positions: int64 (lanes, 2), of all lanes, not this rank's only; documents_per_epoch: 0 if unknown."""
+        """positions: int64 (lanes, 2), of the lanes of all ranks; documents_per_epoch: 0 if unknown."""
         packer = Packer(
             self.source,
             self.tokenizer,

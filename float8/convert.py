@@ -17,7 +17,7 @@ class Float8Config:
     """float8 matmuls in the linear layers."""
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """One scale a tensor; one a row; one a row with the weight gradient in bf16; none computes in mixed_precision_param."""
+    """One scale a tensor; one a row; one a row but the weight gradient in bf16; none: no float8."""
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     """Linear layers whose name contains one of these stay as they are. Each must match something."""
 

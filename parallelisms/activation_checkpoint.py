@@ -31,11 +31,11 @@ class ActivationCheckpointConfig:
     """What the forward pass keeps for the backward pass."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
-    """none keeps everything; full keeps a block's input; selective is set by selective_ac_option; memory_budget lets the compiler choose."""
+    """none keeps all; full a block's input; selective: see selective_ac_option; memory_budget: the compiler chooses."""
     selective_ac_option: str = "op"
     """"op" keeps attention and every second matmul of a block; a number n checkpoints every n-th block in full."""
     memory_budget: float = 0.5
-    """With mode memory_budget: the share of the activations that may be kept, 0 (as full) to 1 (as none). Needs compile."""
+    """With mode memory_budget: the share of activations that may be kept, 0 (as full) to 1 (as none). Needs compile."""
 
     def problems(self) -> list[tuple[str, str]]:
         found = []

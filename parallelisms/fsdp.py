@@ -41,7 +41,8 @@ def apply_fsdp(
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     reshard = reshard_after_forward != "never"
-    units = [([layer], reshard) for layer in model.layers]
+    assert isinstance(model.layers, nn.ModuleList)
+    units: list[tuple[list, bool]] = [([layer], reshard) for layer in model.layers]
     if model.output is not None:
         units.append(([model.tok_embeddings], reshard))
         # Backward needs the last group again at once.

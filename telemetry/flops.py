@@ -13,7 +13,7 @@ PEAK_FLOPS: list[tuple[str, float, float | None]] = [
     (r"\bH100 NVL\b", 835.5e12, 1670.5e12),  # NVIDIA H100 NVL product brief
     (r"\bH100 PCIe\b", 756e12, 1513e12),  # NVIDIA H100 datasheet, PCIe column
     (r"\bH100 80GB HBM3\b", 989.4e12, 1978.9e12),  # NVIDIA H100 datasheet, SXM column
-    (r"\bH20\b", 148e12, 296e12),  # NVIDIA H20 datasheet
+    (r"\bH20\b", 148e12, 296e12),  # as vendors of H20 systems state it; NVIDIA publishes no datasheet
     (r"\bA100\b", 312e12, None),  # NVIDIA A100 datasheet: the same for SXM and PCIe; no float8 units
     (r"\bL40S\b", 362.05e12, 733e12),  # NVIDIA L40S datasheet
     (r"\bMI300X\b", 1307.4e12, 2614.9e12),  # AMD Instinct MI300X datasheet

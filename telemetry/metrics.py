@@ -55,7 +55,7 @@ class StepClock:
     """Times the steps between two logs. The intervals follow from the calls alone, whatever their length.
 
     The first interval contains compilation: log step 1 by itself to keep it out of the ones that follow. On CUDA, work
-    still queued when `outside` is entered is timed there, where something waits for it; synchronise first if that matters.
+    that is still queued when `outside` is entered is timed there, if something waits for it; synchronise before.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter):
@@ -133,7 +133,8 @@ class MetricsWriter:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise UserError(
-                    "metrics.enable_tensorboard: TensorBoard is not installed; run pip install tensorboard, or set it to false"
+                    "metrics.enable_tensorboard: TensorBoard is not installed; run pip install tensorboard, or set "
+                    "it to false"
                 ) from error
             self.tensorboard = SummaryWriter(str(folder / config.save_tb_folder), purge_step=start_step + 1)
 

@@ -31,7 +31,8 @@ class ProfilingConfig:
     profiler_warmup: int = 3
     """Steps before them that are traced and thrown away."""
     enable_memory_snapshot: bool = False
-    """Write CUDA allocation histories (open in https://pytorch.org/memory_viz) every profile_freq steps and when out of memory."""
+    """Write CUDA allocation histories (open in https://pytorch.org/memory_viz) every profile_freq steps, and when memory
+    runs out."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Where, in the run's folder: step_N/rankR_memory_snapshot.pickle."""
 
@@ -127,7 +128,7 @@ def maybe_profile(config: ProfilingConfig, folder: Path, *, start_step: int, ran
             raise
     if config.enable_profiling and not profiler.last_traced:
         logger.warning(
-            "profiling.enable_profiling: no trace was written: the run took %d steps, fewer than profiling.profile_freq "
-            "(%d); lower it",
+            "profiling.enable_profiling: no trace was written: the run took %d steps, fewer than "
+            "profiling.profile_freq (%d); lower it",
             profiler.steps_done, config.profile_freq,
         )  # fmt: skip

@@ -53,7 +53,7 @@ def to_hf(state: Mapping[str, Tensor], shape: LlamaShape) -> dict[str, Tensor]:
 
 
 def from_hf(state: Mapping[str, Tensor], shape: LlamaShape, names: list[str]) -> dict[str, Tensor]:
-    """Full parameters by Hugging Face's names -> those of Rowhouse's `names`. Raises KeyError for one that is missing."""
+    """Full parameters by Hugging Face's names -> Rowhouse's `names`. Raises KeyError for one that is missing."""
     rotary = ("wq.weight", "wk.weight")
     return {
         name: halves_to_pairs(state[hf_name(name)], shape.head_dim) if name.endswith(rotary) else state[hf_name(name)]

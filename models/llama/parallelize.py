@@ -55,26 +55,25 @@ def parallelize_llama(
         raise UserError("compile.components: model compiled no block")
 
     ac = activation_checkpoint
-    asked_ac = {
-        "selective": f"selective, {ac.selective_ac_option}",
-        "memory_budget": f"budget {ac.memory_budget}",
-    }
+    asked_ac = {"selective": f"selective, {ac.selective_ac_option}", "memory_budget": f"budget {ac.memory_budget}"}
     left: dict[str, list[str]] = {}
     for name, why in conversion.left.items():
         left.setdefault(why, []).append(name)
-    rows = [Applied("float8", float8.recipe_name or "none", f"{len(conversion.converted)} linear layers")]
-    rows += [Applied("  left out", why, f"{len(names)}: {summary(names)}") for why, names in left.items()]
-    rows += [
+    shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
+    asked_precision = f"{dtype_name(param_dtype)}, reduced in {dtype_name(reduce_dtype)}"
+    gathered, reduced = (f"{n / 2**20:,.1f} MiB" for n in (sharding.all_gather_bytes, sharding.reduce_bytes))
+    offload = [Applied("  CPU offload", "on", f"{sharding.units} units")] if cpu_offload else []
+    return [
+        Applied("float8", float8.recipe_name or "none", f"{len(conversion.converted)} linear layers"),
+        *(Applied("  left out", why, f"{len(names)}: {summary(names)}") for why, names in left.items()),
         Applied("activation checkpointing", asked_ac.get(ac.mode, ac.mode), f"{checkpointed} of {blocks} blocks"),
-        Applied("compile", " + ".join(compile.components) if compile.enable else "off", f"{compiled} of {blocks} blocks"),
-        Applied("FSDP2", " x ".join(f"{n} {s}" for n, s in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)), f"{sharding.units} units"),
-        Applied("  precision", f"{dtype_name(param_dtype)}, reduced in {dtype_name(reduce_dtype)}", "master weights float32"),
-        Applied("  reshard after forward", parallelism.fsdp_reshard_after_forward, f"{sharding.resharded} of {sharding.units} units"),
-        Applied("  sent by a rank per micro-batch", "", f"{sharding.all_gather_bytes / 2**20:,.1f} MiB gathering, {sharding.reduce_bytes / 2**20:,.1f} MiB reducing"),
-    ]  # fmt: skip
-    if cpu_offload:
-        rows.append(Applied("CPU offload", "on", f"{sharding.units} units"))
-    return rows
+        Applied("compile", " + ".join(compile.components) if compile.enable else "off", f"{compiled} blocks"),
+        Applied("FSDP2", f"{shards} shards x {replicas} replicas", f"{sharding.units} units"),
+        Applied("  precision", asked_precision, "master weights float32"),
+        Applied("  reshard after forward", parallelism.fsdp_reshard_after_forward, f"{sharding.resharded} units"),
+        Applied("  sent by a rank per micro-batch", "", f"{gathered} gathering, {reduced} reducing"),
+        *offload,
+    ]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

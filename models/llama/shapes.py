@@ -52,13 +52,13 @@ class ModelConfig:
     name: Literal["llama3"] = "llama3"
     """Model family."""
     flavor: Literal["debugmodel", "300M", "1B", "3B", "8B", "70B", "3.1-8B", "3.1-70B", "405B"] = "debugmodel"
-    """Shape within the family: 8B and 70B are Llama 3, 3.1-8B, 3.1-70B and 405B are Llama 3.1, 1B and 3B are Llama 3.2."""
+    """Shape: 8B and 70B are Llama 3; 3.1-8B, 3.1-70B and 405B are Llama 3.1; 1B and 3B are Llama 3.2."""
     n_layers: int | None = None
     """Build this many layers instead of the flavor's."""
     vocab_size: int | None = None
     """Rows of the embedding and of the output head, instead of the flavor's."""
     tokenizer_path: str | None = None
-    """A tokenizer.json, a sentencepiece .model, or a folder with one; none trains a small BPE on the standard library, once."""
+    """A tokenizer.json, a sentencepiece .model, a folder with one; none: a BPE learned once from the standard library."""
 
     def problems(self) -> list[tuple[str, str]]:
         found = []

@@ -158,6 +158,13 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path):
     assert sorted(read(open_source("jsonl", str(tmp_path), 0))) == ["a?b", "🙂"]
 
 
+def test_rows_of_a_row_group_are_shuffled_too(tmp_path, rng):
+    texts = words(rng)
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    orders = [read(open_source("parquet", str(tmp_path), seed), 0, e) for seed, e in ((0, 0), (0, 1), (1, 0))]
+    assert len({tuple(order) for order in [texts, *orders]}) == 4
+
+
 def test_parquet_is_not_read_whole(tmp_path):
     table = pyarrow.table({"text": ["x" * 100_000] * 400})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=10, use_dictionary=False)
