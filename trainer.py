@@ -218,7 +218,7 @@ class Trainer:
                 self.step += 1
                 self.train_step(*batch)
                 if self.step == first_step:
-                    set_timeouts(config.comm)
+                    set_timeouts(config.comm, self.mesh)
                 garbage.step(self.step)
                 profiler.step()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):

@@ -293,7 +293,9 @@ class CheckpointManager:
         try:
             yield
         except (OSError, CheckpointException) as error:
-            if not isinstance(failure_of(error), OSError):
+            cause = failure_of(error)
+            # A full disk comes out of torch.save as a RuntimeError of its zip writer, inline_container.cc.
+            if not isinstance(cause, OSError) and "inline_container" not in str(cause):
                 raise
             raise UserError(
                 f"checkpoint.folder: {self.folder} cannot be written ({first_failure(error)}): make room or give "

@@ -40,7 +40,9 @@ def apply_fsdp(
     }
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    reshard = reshard_after_forward != "never"
+    # On one shard, freeing gathered parameters costs a second cast and copy in backward, and saves nothing at the
+    # step's peak: that is at the end of backward, when they are freed in any case.
+    reshard = reshard_after_forward == "always" or (reshard_after_forward == "default" and mesh.size(-1) > 1)
     assert isinstance(model.layers, nn.ModuleList)
     units: list[tuple[list, bool]] = [([layer], reshard) for layer in model.layers]
     if model.output is not None:
@@ -53,7 +55,7 @@ def apply_fsdp(
         numel["again"] += again * sum(p.numel() for module in modules for p in module.parameters())
         fully_shard(modules, **options, reshard_after_forward=again)
     fully_shard(model, **options)
-    for unit in model.modules():
+    for unit in model.modules() if mesh.size() > 1 else ():  # One rank adds up nothing; asking for it costs a copy.
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)

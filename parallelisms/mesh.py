@@ -21,7 +21,8 @@ class ParallelismConfig:
     data_parallel_shard_degree: int = -1
     """Ranks that FSDP shards parameters, gradients and optimizer states over; -1 takes the ranks that remain."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after the forward pass: default frees all but the last group (norm and output head)."""
+    """Free gathered parameters after the forward pass: default frees all but the last unit (norm and output head), and
+    on one shard none; always saves memory there when gradients are accumulated."""
     tensor_parallel_degree: int = 1
     """Ranks that split each matmul. Only 1 is supported so far."""
     enable_async_tensor_parallel: bool = False
@@ -95,8 +96,11 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
 
 
-def set_timeouts(config: CommConfig) -> None:
-    """After the first step a collective that hangs is a fault: from here on the shorter patience holds."""
+def set_timeouts(config: CommConfig, mesh: DeviceMesh) -> None:
+    """After the first step a collective that hangs is a fault: from here on the shorter patience holds.
+
+    For the groups that train. The checkpoints' own group keeps its patience: a save may take long.
+    """
     patience = timedelta(seconds=config.train_timeout_seconds)
-    for group in [None, *dist.distributed_c10d._world.pg_map]:
+    for group in [dist.group.WORLD, *mesh.get_all_groups()]:
         dist.distributed_c10d._set_pg_timeout(patience, group)

@@ -31,8 +31,8 @@ class ProfilingConfig:
     profiler_warmup: int = 3
     """Steps before them that are traced and thrown away."""
     enable_memory_snapshot: bool = False
-    """Write CUDA allocation histories (open in https://pytorch.org/memory_viz) every profile_freq steps, and when memory
-    runs out."""
+    """Write CUDA allocation histories (open in https://pytorch.org/memory_viz) every profile_freq steps, and when
+    memory runs out."""
     save_memory_snapshot_folder: str = "memory_snapshot"
     """Where, in the run's folder: step_N/rankR_memory_snapshot.pickle."""
 

@@ -58,7 +58,8 @@ class ModelConfig:
     vocab_size: int | None = None
     """Rows of the embedding and of the output head, instead of the flavor's."""
     tokenizer_path: str | None = None
-    """A tokenizer.json, a sentencepiece .model, a folder with one; none: a BPE learned once from the standard library."""
+    """A tokenizer.json, a sentencepiece .model, or a folder with one; none: a BPE learned once from the standard
+    library."""
 
     def problems(self) -> list[tuple[str, str]]:
         found = []

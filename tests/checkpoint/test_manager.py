@@ -1,273 +1,17 @@
-"""Saving and loading: on two ranks (one launch), between numbers of ranks, and after a kill at any moment."""
+"""Saving and loading on one rank: what is found, kept, refused, and left by a kill at any moment."""
 
-import copy
-import logging
-import random
+import resource
 import shutil
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 import checkpoint.manager
 from checkpoint.manager import CheckpointConfig, CheckpointManager, complete_steps
-from checkpoint.state import ModelState, OptimizerState, RngState
+from checkpoint.state import ModelState
 from errors import UserError
-from tests.distributed import launch
-
-VOCAB, DIM = 17, 6
-
-
-class TinyModel(nn.Module):
-    def __init__(self, tied: bool = False, dim: int = DIM, layers: int = 2):
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(VOCAB, dim)
-        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
-        self.output = nn.Linear(dim, VOCAB, bias=False)
-        if tied:
-            self.output.weight = self.tok_embeddings.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = x + layer(x).tanh()
-        return self.output(x)
-
-
-class Counter:
-    """Stands for the trainer's own state: changes in place, holds a list and a tensor."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"step": 0, "losses": [], "lanes": torch.zeros(3, dtype=torch.int64)}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-class Run:
-    """A small training run, sharded over the ranks. `seed` None: other weights each time."""
-
-    def __init__(self, folder: Path, seed: int | None = None, tied: bool = False, **settings: Any):
-        torch.manual_seed(random.SystemRandom().randrange(2**31) if seed is None else seed)
-        self.model = TinyModel(tied)
-        for layer in self.model.layers:
-            fully_shard(layer)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05, weight_decay=0.1)
-        self.counter = Counter()
-        self.drawn: list[tuple[float, float]] = []
-        self.states = {
-            "model": ModelState(self.model),
-            "optimizer": OptimizerState(self.model, self.optimizer),
-            "train_state": self.counter,
-            "rng": RngState(torch.device("cpu")),
-        }
-        self.manager = CheckpointManager(CheckpointConfig(enable=True, **settings), folder, self.states)
-
-    def train(self, steps: int) -> None:
-        """Each rank on data of its own random numbers."""
-        for _ in range(steps):
-            tokens = torch.randint(VOCAB, (10,))
-            self.model(tokens).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.counter.state["step"] += 1
-            self.counter.state["losses"].append(self.counter.state["step"] / 7)
-            self.counter.state["lanes"] += 3
-            self.drawn.append((random.random(), np.random.rand()))  # noqa: NPY002
-
-    def values(self) -> dict[str, Any]:
-        """All that a resume must bring back: copies, of this rank's shards."""
-        tensors = {**self.states["model"].state_dict(), **self.states["optimizer"].state_dict()}
-        local = {k: (v.to_local() if hasattr(v, "to_local") else v).detach().clone() for k, v in tensors.items()}
-        return {**local, **copy.deepcopy(self.counter.state)}
-
-    def full_model(self) -> dict[str, Tensor]:
-        return {name: p.detach().full_tensor().clone() for name, p in self.model.named_parameters()}
-
-
-def seed_ranks() -> None:
-    """Fresh random numbers, others on each rank."""
-    seed = [random.SystemRandom().randrange(2**31)]
-    dist.broadcast_object_list(seed)
-    torch.manual_seed(seed[0] + dist.get_rank())
-    random.seed(seed[0] + dist.get_rank())
-    np.random.seed(seed[0] + dist.get_rank())  # noqa: NPY002
-
-
-def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    for key in a:
-        same = torch.equal(a[key], b[key]) if isinstance(a[key], Tensor) else a[key] == b[key]
-        assert same, f"{key}: {a[key]} is not {b[key]}"
-
-
-def differ(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return any(not torch.equal(a[key], b[key]) for key in a if isinstance(a[key], Tensor))
-
-
-# Cases of the launch on two ranks. Each has a folder of its own, the same on both.
-
-
-def resumes_bitwise(folder: Path) -> None:
-    whole = Run(folder, seed=1, interval=2)
-    seed_ranks()
-    whole.train(2)
-    whole.manager.maybe_save(2)
-    at_save = whole.values()
-    whole.train(1)
-    whole.manager.maybe_save(3)
-    whole.train(1)
-    assert complete_steps(folder / "checkpoint") == [2]
-
-    resumed = Run(folder, seed=2)
-    assert differ(resumed.values(), at_save)
-    seed_ranks()
-    assert resumed.manager.load() == 2
-    assert_same(resumed.values(), at_save)
-    # Goes on as if nothing had happened: weights, moments, data, random numbers of each rank.
-    resumed.train(2)
-    assert_same(resumed.values(), whole.values())
-    assert resumed.drawn == whole.drawn[2:]
-
-
-def async_is_a_snapshot(folder: Path) -> None:
-    run = Run(folder, seed=3, async_mode="async", interval=1)
-    seed_ranks()
-    expected = {}
-    for step in (1, 2, 3):
-        run.train(1)
-        expected[step] = run.values()
-        run.manager.maybe_save(step)
-        with torch.no_grad():
-            for tensor in [*run.model.parameters(), run.counter.state["lanes"]]:
-                tensor.add_(1)
-        run.counter.state["losses"].append(-1.0)
-    run.manager.wait()
-    sync = Run(folder / "sync", seed=3, load_step=2)
-    for step in (1, 2, 3):
-        resumed = Run(folder, load_step=step)
-        assert resumed.manager.load() == step
-        assert_same(resumed.values(), expected[step])
-        # The same through a save without a thread.
-        sync.manager.states = resumed.states
-        sync.manager.save(step)
-        assert differ(sync.values(), expected[step])
-    sync.manager = CheckpointManager(CheckpointConfig(enable=True, load_step=2), folder / "sync", sync.states)
-    sync.manager.load()
-    assert_same(sync.values(), expected[2])
-
-
-def async_failure_comes_with_the_next_call(folder: Path) -> None:
-    run = Run(folder, async_mode="async")
-    run.train(1)
-    if dist.get_rank() == 0:
-        (folder / "checkpoint" / "step-1.tmp").write_text("in the way")
-    dist.barrier()
-    run.manager.save(1)
-    with pytest.raises(UserError, match=r"checkpoint\.folder: .*cannot be written \(FileExistsError"):
-        run.manager.wait()
-    assert complete_steps(folder / "checkpoint") == []
-
-
-def tied_weights(folder: Path) -> None:
-    for mode in ("disabled", "async"):
-        run = Run(folder / mode, tied=True, async_mode=mode)
-        run.train(2)
-        run.manager.save(2, last=True)
-        resumed = Run(folder / mode, tied=True)
-        assert differ(resumed.values(), run.values())
-        resumed.manager.load()
-        assert resumed.model.output.weight is resumed.model.tok_embeddings.weight
-        assert_same(resumed.values(), run.values())
-        run.train(1)
-        resumed.manager.load()
-        resumed.train(1)
-        assert resumed.model.output.weight is resumed.model.tok_embeddings.weight
-
-
-def random_numbers_differ_by_rank(folder: Path) -> None:
-    run = Run(folder)
-    seed_ranks()
-    run.manager.save(1)
-    drawn = [torch.rand(1).item(), random.random(), np.random.rand()]  # noqa: NPY002
-    of_all: list[Any] = [None, None]
-    dist.all_gather_object(of_all, drawn)
-    assert all(a != b for a, b in zip(*of_all, strict=True))
-    run.manager.load()
-    assert drawn == [torch.rand(1).item(), random.random(), np.random.rand()]  # noqa: NPY002
-
-
-def more_ranks_than_saved(folder: Path) -> None:
-    """`folder` holds what one rank has saved, and the weights as they were."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("rowhouse").addHandler(handler)
-    logging.getLogger("rowhouse").setLevel(logging.INFO)
-    run = Run(folder)
-    seed_ranks()
-    before = torch.get_rng_state()
-    assert run.manager.load() == 4
-    assert_same(run.full_model(), torch.load(folder / "weights.pt"))
-    notes = [m for m in messages if "keep their seed" in m]
-    assert len(notes) == (1 if dist.get_rank() == 0 else 0)
-    assert torch.equal(before, torch.get_rng_state()) == (dist.get_rank() == 1)
-    logging.getLogger("rowhouse").removeHandler(handler)
-
-
-def saved_for_one_rank(folder: Path) -> None:
-    run = Run(folder)
-    seed_ranks()
-    run.train(3)
-    run.manager.save(7)
-    weights = run.full_model()
-    if dist.get_rank() == 0:
-        torch.save(weights, folder / "weights.pt")
-
-
-def two_ranks(folder: Path) -> None:
-    cases = [
-        resumes_bitwise, async_is_a_snapshot, async_failure_comes_with_the_next_call, tied_weights,
-        random_numbers_differ_by_rank, more_ranks_than_saved, saved_for_one_rank,
-    ]  # fmt: skip
-    for case in cases:
-        print(f"rank {dist.get_rank()}: {case.__name__}", flush=True)
-        case(folder / case.__name__)
-        dist.barrier()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_two_ranks_and_other_numbers_of_ranks(tmp_path):
-    alone = Run(tmp_path / "more_ranks_than_saved")
-    alone.train(4)
-    alone.manager.save(4)
-    torch.save(alone.full_model(), tmp_path / "more_ranks_than_saved" / "weights.pt")
-
-    launch(two_ranks, 2, tmp_path)
-
-    folder = tmp_path / "saved_for_one_rank"
-    run = Run(folder)
-    assert run.manager.load() == 7
-    assert_same(run.full_model(), torch.load(folder / "weights.pt"))
-    assert run.counter.state["step"] == 3
-
-
-# On one rank, in this process.
+from tests.checkpoint.small_run import DIM, Run, TinyModel, assert_same
 
 
 def test_fresh_folder_loads_nothing(tmp_path):
@@ -341,12 +85,16 @@ def test_killed_at_any_moment(tmp_path, monkeypatch, mode):
     def with_countdown(function, count):
         def call(*args, **kwargs):
             if count[0] == 0:
+                if function is rmtree:
+                    # Half done.
+                    next(args[0].glob("*.distcp")).unlink()
                 raise Kill
             count[0] -= 1
             return function(*args, **kwargs)
 
         return call
 
+    rmtree = shutil.rmtree
     survivors = []
     for moment in range(20):
         folder = tmp_path / str(moment)
@@ -372,6 +120,8 @@ def test_killed_at_any_moment(tmp_path, monkeypatch, mode):
         assert resumed.manager.load() == 3
         assert_same(resumed.values(), (new if resumed.counter.state["step"] > 0 else old).values())
         assert not [p for p in (folder / "checkpoint").iterdir() if p.suffix]
+        for step in complete_steps(folder / "checkpoint"):
+            assert Run(folder, load_step=step).manager.load() == step
         survivors.append("new" if resumed.counter.state["step"] > 0 else "old")
         if not killed:
             break
@@ -496,6 +246,20 @@ def test_an_unwritable_folder_is_the_users_to_mend(tmp_path):
     (tmp_path / "run" / "checkpoint" / "step-1.tmp").write_text("a file")
     with pytest.raises(UserError, match=r"checkpoint\.folder: .*cannot be written"):
         run.manager.save(1)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_is_the_users_to_mend(tmp_path, mode):
+    run = Run(tmp_path, async_mode=mode)
+    run.manager.save(1, last=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"checkpoint\.folder: .*cannot be written .*make room"):
+            run.manager.save(2, last=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert Run(tmp_path).manager.load() == 1
 
 
 def test_config_problems():

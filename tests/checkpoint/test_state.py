@@ -8,17 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from checkpoint.state import ModelState, OptimizerState, RngState, pack, unpack
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(lr: float, tied: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
