@@ -137,6 +137,8 @@ class Trainer:
 
     def build_model(self) -> Llama:
         config, training = self.config, self.config.training
+        if training.enable_cpu_offload and self.device.type == "cpu":
+            raise UserError("training.enable_cpu_offload: there is no GPU here to offload from: set it to false")
         with torch.device("meta"):
             model = Llama(config.model.shape(), training.seq_len)
         params = {name: p.numel() for name, p in model.named_parameters()}
@@ -285,7 +287,7 @@ class Trainer:
 
     def log(self, loss_sum: Tensor, tokens: Tensor, global_tokens: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Writes the metrics of this step and of the interval since the last one. Waits for the device."""
-        loss_max = loss_sum / tokens
+        loss_max = loss_sum / tokens.clamp(min=1)
         loss_sum = loss_sum.clone()
         dist.all_reduce(loss_sum)
         dist.all_reduce(loss_max, dist.ReduceOp.MAX)

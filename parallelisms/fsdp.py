@@ -1,6 +1,8 @@
 """FSDP2: parameters, gradients and optimizer states sharded over the ranks, a block gathered when it is needed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,27 @@ class Sharding:
     resharded: int
     all_gather_bytes: float
     reduce_bytes: float
+
+
+class InPlaceReduction:
+    """Takes FSDP2's place for a reduce-scatter over one shard: its output is its input.
+
+    FSDP2 asks for the input's memory, then for the output's, and copies the one to the other: 8 bytes a parameter and
+    step for nothing (docs/performance.md).
+    """
+
+    def __init__(self) -> None:
+        self.buffer: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.buffer is None:
+            self.buffer = torch.empty(size, dtype=dtype, device=device)
+            return self.buffer
+        output, self.buffer = self.buffer, None
+        return output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("a reduce-scatter over one shard sends nothing, and FSDP2 does not call for it")
 
 
 def apply_fsdp(
@@ -55,10 +78,13 @@ def apply_fsdp(
         numel["again"] += again * sum(p.numel() for module in modules for p in module.parameters())
         fully_shard(modules, **options, reshard_after_forward=again)
     fully_shard(model, **options)
-    for unit in model.modules() if mesh.size() > 1 else ():  # One rank adds up nothing; asking for it costs a copy.
+    for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
+            if mesh.size() > 1:  # One rank adds up nothing; asking for it costs a copy.
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)
+            if mesh.size(-1) == 1:
+                unit.set_custom_reduce_scatter(InPlaceReduction())  # type: ignore[arg-type]
 
     # A ring passes (n - 1) / n of a buffer through every rank; an all-reduce does so twice.
     shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)

@@ -1,7 +1,7 @@
 """The gradients of one global batch do not depend on how it is computed.
 
 One batch, one set of initial weights: activation checkpointing modes, 1 / 2 / 4 ranks, HSDP, accumulation in 1 / 2 / 4
-micro-batches, reshard modes, CPU offload, compile, and float8. The reference is one process, one micro-batch, nothing
+micro-batches, reshard modes, compile, and float8. The reference is one process, one micro-batch, nothing
 applied, in float32; a second one in float64 gives the floor: what float32's own rounding costs.
 """
 
@@ -38,7 +38,6 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "reshard never": ("--parallelism.fsdp_reshard_after_forward never", (2,)),
     "HSDP 2 x 2": ("--parallelism.data_parallel_replicate_degree 2", (4,)),
     "HSDP 4 x 1": ("--parallelism.data_parallel_replicate_degree 4", (4,)),
-    "CPU offload": ("--training.enable_cpu_offload true", (2,)),
     "AC selective op, compiled": ("--activation_checkpoint.mode selective --compile.enable", (1,)),
     "AC memory budget, compiled": ("--activation_checkpoint.mode memory_budget --compile.enable", (1,)),
 }  # fmt: skip
