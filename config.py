@@ -151,11 +151,11 @@ class JobConfig:
     def problems(self, world_size: int) -> list[tuple[str, str]]:
         """Combinations that cannot work with this many ranks: (section.key, what is wrong; what to do)."""
         found = []
-        replicate, shard = self.parallelism.degrees(world_size)
-        if replicate * shard != world_size:
+        replicate, shard, tp = self.parallelism.degrees(world_size)
+        if replicate * shard * tp != world_size:
             text = (
-                f"{replicate} replicas x {shard} shards (data_parallel_shard_degree) are not the {world_size} ranks "
-                "that run; change one of them, or set the shard degree to -1"
+                f"{replicate} replicas x {shard} shards (data_parallel_shard_degree) x {tp} tensor parallel are not "
+                f"the {world_size} ranks that run; change one of them, or set the shard degree to -1"
             )
             found.append(("parallelism.data_parallel_replicate_degree", text))
         else:
@@ -168,6 +168,7 @@ class JobConfig:
                     f"ranks ({replicate * shard}) = {micro_batch}; the nearest that is: {nearest_lanes}"
                 )
                 found.append(("training.global_batch_size", text))
+        found += self.tensor_parallel_problems(tp)
         compiles_model = self.compile.enable and "model" in self.compile.components
         if self.activation_checkpoint.mode == "memory_budget" and not compiles_model:
             text = 'memory_budget is carried out by the compiler; set compile.enable with "model", or another mode'
@@ -178,6 +179,41 @@ class JobConfig:
         if self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
             text = "the parameters are in host memory (training.enable_cpu_offload); take foreach"
             found.append(("optimizer.implementation", text))
+        return found
+
+    def tensor_parallel_problems(self, tp: int) -> list[tuple[str, str]]:
+        """What cannot be split over `tp` ranks, and what does not work split."""
+        if tp == 1:
+            return []
+        key, found = "parallelism.tensor_parallel_degree", []
+        shape = self.model.shape()
+        # Key and value heads are not copied to several ranks: a degree above their number is refused too.
+        sizes = {
+            "heads": shape.n_heads, "key and value heads": shape.n_kv_heads, "feed-forward columns": shape.hidden_dim,
+            "vocabulary rows": shape.vocab_size,
+        }  # fmt: skip
+        fits = ", ".join(str(n) for n in range(1, shape.n_kv_heads + 1) if not any(s % n for s in sizes.values()))
+        for what, size in sizes.items():
+            if size % tp:
+                text = f"{size} {what} cannot be split over {tp} ranks; this model takes the degrees {fits}"
+                if what == "vocabulary rows":
+                    text += f", or set model.vocab_size to {-(-size // tp) * tp}"
+                found.append((key, text))
+        batches = [("training", self.training.local_batch_size)]
+        if self.validation.enable:
+            batches.append(("validation", self.validation.local_batch_size))
+        for section, sequences in batches:
+            # 16: the float8 matmuls' alignment, and that of the row scales' slices inside a fused gather.
+            if sequences * self.training.seq_len % (16 * tp):
+                text = (
+                    f"{sequences} x training.seq_len {self.training.seq_len} tokens cannot be split over {tp} tensor "
+                    f"parallel ranks in multiples of 16; make the product a multiple of {16 * tp}"
+                )
+                found.append((f"{section}.local_batch_size", text))
+        if self.float8.recipe_name is not None and self.float8.backend_of_recipe == "torchao":
+            text = f'{self.float8.recipe_name} by torchao does not work with tensor parallelism; take "rowwise" or '
+            text += '"rowwise_with_gw_hp" with float8.backend "auto", or tensor_parallel_degree 1'
+            found.append(("float8.recipe_name", text))
         return found
 
     @property

@@ -24,7 +24,8 @@ from models.llama.model import Llama
 from models.llama.parallelize import parallelize_llama, table
 from optimizer import build_optimizer, lr_factor, set_lr
 from parallelisms.fsdp import DTYPES
-from parallelisms.mesh import build_mesh, set_timeouts
+from parallelisms.mesh import build_meshes, set_timeouts
+from parallelisms.tensor_parallel import vocab_parallel_cross_entropy_sum
 from settings import write_toml
 from telemetry.flops import model_flops_per_token, peak_flops
 from telemetry.memory import GarbageCollector, peak_memory
@@ -51,7 +52,7 @@ class Trainer:
         self.clock = StepClock()
         self.start_logging()
         self.set_determinism()
-        self.mesh = build_mesh(config.parallelism, self.device)
+        self.meshes = build_meshes(config.parallelism, self.device)
         self.tokenizer = self.open_tokenizer()
         self.loader = self.open_data()
         self.model = self.build_model()
@@ -116,7 +117,8 @@ class Trainer:
     def open_data(self) -> BatchLoader:
         """This rank's rows of every global batch."""
         training = self.config.training
-        self.dp_degree, self.dp_rank = self.mesh.size(), self.rank
+        self.dp_degree, self.dp_rank = self.meshes.dp.size(), self.meshes.dp.get_local_rank()
+        self.dp_group = self.meshes.dp.get_group()
         lanes = training.lanes(self.dp_degree)
         rows = lanes // self.dp_degree
         self.micro_batches = rows // training.local_batch_size
@@ -153,7 +155,7 @@ class Trainer:
         )
         applied = parallelize_llama(
             model,
-            self.mesh,
+            self.meshes,
             parallelism=config.parallelism,
             float8=config.float8,
             activation_checkpoint=config.activation_checkpoint,
@@ -173,10 +175,11 @@ class Trainer:
         return model
 
     def build_loss(self) -> Any:
-        compile = self.config.compile
+        compile, tp = self.config.compile, self.meshes.tp
+        loss_fn = cross_entropy_sum if tp is None else vocab_parallel_cross_entropy_sum(tp)
         if compile.enable and "loss" in compile.components:
-            return torch.compile(cross_entropy_sum, backend=compile.backend, fullgraph=True)
-        return cross_entropy_sum
+            return torch.compile(loss_fn, backend=compile.backend, fullgraph=True)
+        return loss_fn
 
     def open_checkpoints(self) -> CheckpointManager:
         return CheckpointManager(
@@ -186,7 +189,7 @@ class Trainer:
                 "model": ModelState(self.model),
                 "optimizer": OptimizerState(self.model, self.optimizer),
                 "train_state": self,
-                "data": DataState(self.loader),
+                "data": DataState(self.loader, self.dp_group),
                 "rng": RngState(self.device),
             },
         )
@@ -220,7 +223,7 @@ class Trainer:
                 self.step += 1
                 self.train_step(*batch)
                 if self.step == first_step:
-                    set_timeouts(config.comm, self.mesh)
+                    set_timeouts(config.comm, self.meshes)
                 garbage.step(self.step)
                 profiler.step()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
@@ -262,7 +265,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-        self.clock.step(labels.numel())
+        self.clock.step(labels.numel() * self.dp_degree // self.world_size)  # Tensor parallel ranks share their tokens.
         self.tokens_seen += labels.numel() * self.dp_degree
         if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.step == training.steps:
             self.log(loss_sum, tokens, global_tokens, grad_norm, lr)
@@ -276,7 +279,7 @@ class Trainer:
         inputs, labels = (t.to(self.device, non_blocking=True) for t in (inputs, labels))
         tokens = valid_tokens(labels)
         global_tokens = tokens.clone()
-        dist.all_reduce(global_tokens)
+        dist.all_reduce(global_tokens, group=self.dp_group)
         losses = []
         for micro_inputs, micro_labels in zip(inputs.split(size), labels.split(size), strict=True):
             loss = self.loss_fn(self.model(micro_inputs), micro_labels.flatten())
@@ -289,8 +292,8 @@ class Trainer:
         """Writes the metrics of this step and of the interval since the last one. Waits for the device."""
         loss_max = loss_sum / tokens.clamp(min=1)
         loss_sum = loss_sum.clone()
-        dist.all_reduce(loss_sum)
-        dist.all_reduce(loss_max, dist.ReduceOp.MAX)
+        dist.all_reduce(loss_sum, group=self.dp_group)
+        dist.all_reduce(loss_max, dist.ReduceOp.MAX, group=self.dp_group)
         norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
         self.last_loss = (loss_sum / global_tokens).item()
         times, memory = self.clock.read(), peak_memory(self.device)
@@ -344,8 +347,8 @@ class Trainer:
                 f"validation.dataset: {validation.dataset} does not fill one batch of {lanes} sequences: lower "
                 "validation.local_batch_size or training.seq_len, or give more data"
             )
-        dist.all_reduce(total)
-        dist.all_reduce(count)
+        dist.all_reduce(total, group=self.dp_group)
+        dist.all_reduce(count, group=self.dp_group)
         if self.writer is not None:
             self.writer.write_validation(self.step, {"validation_loss": (total / count).item()})
 
@@ -354,7 +357,7 @@ class Trainer:
     def report(self, first_step: int) -> None:
         """The last lines of a run: what it reached, where things are, how it goes on."""
         counts = self.loader.label_counts.clone()
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=self.dp_group)
         config = self.config
         if self.rank != 0:
             return
@@ -388,13 +391,14 @@ class Trainer:
 class DataState:
     """The position in the data, of all ranks: the same on each, so that any number of ranks can resume from it."""
 
-    def __init__(self, loader: BatchLoader):
+    def __init__(self, loader: BatchLoader, dp_group: dist.ProcessGroup):
         self.loader = loader
+        self.dp_group = dp_group
 
     def state_dict(self) -> dict[str, Any]:
         state = self.loader.state_dict()
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (state["lanes"], state["documents_per_epoch"]))
+        parts: list[Any] = [None] * self.dp_group.size()
+        dist.all_gather_object(parts, (state["lanes"], state["documents_per_epoch"]), group=self.dp_group)
         del state["first_lane"]
         # A rank that has not come to the end of an epoch does not know its length yet: 0.
         return {

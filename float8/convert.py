@@ -1,5 +1,6 @@
-"""Which linear layers compute in float8, and with which recipe (torchao's, arXiv 2209.05433 for the formats)."""
+"""Which linear layers compute in float8, with which recipe, and by whom: Rowhouse itself or torchao."""
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -8,8 +9,7 @@ import torch._inductor.config
 from torch import nn
 
 from errors import UserError
-
-ALIGNMENT = 16  # torch._scaled_mm wants both dimensions of a weight to be multiples of it.
+from float8.scaled import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -20,24 +20,37 @@ class Float8Config:
     """One scale a tensor; one a row; one a row but the weight gradient in bf16; none: no float8."""
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
     """Linear layers whose name contains one of these stay as they are. Each must match something."""
+    backend: Literal["auto", "rowhouse", "torchao"] = "auto"
+    """Who computes: auto is rowhouse for the row-wise recipes and torchao for tensorwise."""
+
+    def problems(self) -> list[tuple[str, str]]:
+        if self.recipe_name == "tensorwise" and self.backend == "rowhouse":
+            return [("backend", 'rowhouse has row-wise recipes only; take "auto", or recipe_name "rowwise"')]
+        return []
+
+    @property
+    def backend_of_recipe(self) -> str:
+        """rowhouse or torchao."""
+        by_recipe = "torchao" if self.recipe_name == "tensorwise" else "rowhouse"
+        return by_recipe if self.backend == "auto" else self.backend
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """What became of each linear layer: names in float8; names left alone, with why."""
+class Selection:
+    """What becomes of each linear layer: names in float8; names left alone, with why."""
 
-    converted: list[str]
+    chosen: list[str]
     left: dict[str, str]
 
 
-def convert_linears(model: nn.Module, config: Float8Config) -> Conversion:
-    """Replaces the model's linear layers, in place, by torchao's Float8Linear.
+def select_linears(model: nn.Module, config: Float8Config) -> Selection:
+    """The model's linear layers that the configuration puts in float8.
 
     Raises UserError where a filter matches nothing, where nothing is left to convert, and where the GPU has no float8.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if config.recipe_name is None:
-        return Conversion([], {})
+        return Selection([], {})
     for pattern in config.filter_fqns:
         if not any(pattern in name for name in linears):
             raise UserError(
@@ -61,15 +74,26 @@ def convert_linears(model: nn.Module, config: Float8Config) -> Conversion:
             f"float8.recipe_name: {config.recipe_name} applies to no layer; all are left out: "
             f"{'; '.join(sorted(set(left.values())))}: change float8.filter_fqns or set float8.recipe_name to none"
         )
+    return Selection([name for name in linears if name not in left], left)
+
+
+def convert_with_torchao(model: nn.Module, config: Float8Config, chosen: list[str]) -> None:
+    """Replaces the chosen linear layers, in place, by torchao's Float8Linear."""
+    # It warns on import of each of its extensions that is not for this machine.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
+    assert config.recipe_name is not None
     convert_to_float8_training(
         model,
         config=Float8LinearConfig.from_recipe_name(config.recipe_name),
-        module_filter_fn=lambda module, name: name not in left,
+        module_filter_fn=lambda module, name: name in chosen,
     )
     if config.recipe_name != "tensorwise":
-        # Recomputed activations must be rounded as they were the first time, or a row's scale may not cover its
-        # values and the loss becomes NaN (pytorch issue 150859).
-        torch._inductor.config.emulate_precision_casts = True
-    return Conversion([name for name in linears if name not in left], left)
+        round_as_in_eager()
+
+
+def round_as_in_eager() -> None:
+    """Makes the compiler round recomputed activations as they were the first time: else a row's scale may not cover its
+    values, and the loss becomes NaN (pytorch issue 150859). Scales by row need it."""
+    torch._inductor.config.emulate_precision_casts = True

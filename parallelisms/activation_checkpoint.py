@@ -13,6 +13,8 @@ import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import parallelisms.tp_ops  # noqa: F401  (registers torch.ops.rowhouse)
+
 aten = torch.ops.aten
 ATTENTION_OPS = {
     aten._scaled_dot_product_cudnn_attention.default,
@@ -22,6 +24,15 @@ ATTENTION_OPS = {
     aten._scaled_dot_product_fused_attention_overrideable.default,
 }
 MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default}
+# Tensor parallel matmuls come with a collective, and are told apart by the layer that they serve. Those kept save a
+# collective in backward each; w1 and w3, the largest, and w2, whose output backward does not need, are computed again.
+TENSOR_PARALLEL_OPS = {
+    torch.ops.rowhouse.gather_matmul.default,
+    torch.ops.rowhouse.matmul_scatter.default,
+    torch.ops.rowhouse.gather_scaled_matmul.default,
+    torch.ops.rowhouse.scaled_matmul_scatter.default,
+}
+KEPT_LAYERS = {"wq wk wv", "wo"}
 # The amax of a whole tensor (tensor-wise float8) is one number: dear to compute, free to keep.
 CHEAP_OPS = {aten.max.default}
 
@@ -33,7 +44,8 @@ class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
     """none keeps all; full a block's input; selective: see selective_ac_option; memory_budget: the compiler chooses."""
     selective_ac_option: str = "op"
-    """"op" keeps attention and every second matmul of a block; a number n checkpoints every n-th block in full."""
+    """"op" keeps attention and every second matmul of a block (tensor parallel: wq, wk, wv and wo); a number n
+    checkpoints every n-th block in full."""
     memory_budget: float = 0.5
     """With mode memory_budget: the share of activations that may be kept, 0 (as full) to 1 (as none). Needs compile."""
 
@@ -58,6 +70,8 @@ def selective_op_contexts() -> tuple[Any, Any]:
         if op in MATMUL_OPS:
             matmuls[ctx.is_recompute] += 1
             keep = matmuls[ctx.is_recompute] % 2 == 1
+        elif op in TENSOR_PARALLEL_OPS:
+            keep = not KEPT_LAYERS.isdisjoint(arg for arg in args if isinstance(arg, str))
         else:
             keep = op in ATTENTION_OPS or op in CHEAP_OPS
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -24,9 +24,12 @@ class ParallelismConfig:
     """Free gathered parameters after the forward pass: default frees all but the last unit (norm and output head), and
     on one shard none; always saves memory there when gradients are accumulated."""
     tensor_parallel_degree: int = 1
-    """Ranks that split each matmul. Only 1 is supported so far."""
+    """Ranks that split each matmul."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallel communication with the matmuls. Not supported so far."""
+    """Run tensor parallel collectives inside their matmuls (symmetric memory). Where the machine cannot, plain
+    collectives take their place, and the log says why."""
+    async_tensor_parallel_strict: bool = False
+    """Stop where async TP cannot be had, or where a step has fewer fused collectives than planned."""
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
@@ -35,21 +38,20 @@ class ParallelismConfig:
                 found.append((key, f"{getattr(self, key)} is not a degree; give 1 or more"))
         if self.data_parallel_shard_degree < 1 and self.data_parallel_shard_degree != -1:
             found.append(("data_parallel_shard_degree", "must be 1 or more, or -1 for the ranks that remain"))
-        if self.tensor_parallel_degree > 1:
-            found.append(("tensor_parallel_degree", "tensor parallelism is not supported yet; set it to 1"))
-        if self.enable_async_tensor_parallel:
-            found.append(("enable_async_tensor_parallel", "async TP is not supported yet; set it to false"))
+        if self.enable_async_tensor_parallel and self.tensor_parallel_degree == 1:
+            text = "there is nothing to overlap at tensor_parallel_degree 1; raise that, or set this to false"
+            found.append(("enable_async_tensor_parallel", text))
+        if self.async_tensor_parallel_strict and not self.enable_async_tensor_parallel:
+            text = "is about async TP, which is off; set enable_async_tensor_parallel, or this to false"
+            found.append(("async_tensor_parallel_strict", text))
         return found
 
-    def degrees(self, world_size: int) -> tuple[int, int]:
-        """(replicate, shard) for this many ranks."""
-        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
-        return replicate, world_size // replicate if shard == -1 else shard
-
-    def data_parallel_degree(self, world_size: int) -> int:
-        """Parts that the batch is split into."""
-        replicate, shard = self.degrees(world_size)
-        return replicate * shard
+    def degrees(self, world_size: int) -> tuple[int, int, int]:
+        """(replicate, shard, tensor parallel) for this many ranks."""
+        replicate, shard, tp = (
+            self.data_parallel_replicate_degree, self.data_parallel_shard_degree, self.tensor_parallel_degree
+        )  # fmt: skip
+        return replicate, world_size // (replicate * tp) if shard == -1 else shard, tp
 
 
 @dataclass(frozen=True)
@@ -88,19 +90,34 @@ def init_process_group(config: CommConfig) -> torch.device:
     return device
 
 
-def build_mesh(config: ParallelismConfig, device: torch.device) -> DeviceMesh:
-    """The data parallel mesh: ("dp_replicate", "dp_shard") for HSDP, else ("dp_shard",)."""
-    replicate, shard = config.degrees(dist.get_world_size())
-    if replicate > 1:
-        return init_device_mesh(device.type, (replicate, shard), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh(device.type, (shard,), mesh_dim_names=("dp_shard",))
+@dataclass(frozen=True)
+class Meshes:
+    """The ranks by what they share. `tp` is None without tensor parallelism."""
+
+    whole: DeviceMesh
+    fsdp: DeviceMesh
+    """("dp_replicate", "dp_shard") for HSDP, else ("dp_shard",)."""
+    dp: DeviceMesh
+    """The same ranks in one dimension: those that read different data."""
+    tp: DeviceMesh | None
 
 
-def set_timeouts(config: CommConfig, mesh: DeviceMesh) -> None:
+def build_meshes(config: ParallelismConfig, device: torch.device) -> Meshes:
+    """Tensor parallel ranks are neighbours, so that they share a node."""
+    replicate, shard, tp = config.degrees(dist.get_world_size())
+    sizes = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+    used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+    whole = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+    fsdp = whole["dp_replicate", "dp_shard"] if replicate > 1 else whole["dp_shard"]
+    dp = fsdp._flatten("dp") if replicate > 1 else fsdp
+    return Meshes(whole, fsdp, dp, whole["tp"] if tp > 1 else None)
+
+
+def set_timeouts(config: CommConfig, meshes: Meshes) -> None:
     """After the first step a collective that hangs is a fault: from here on the shorter patience holds.
 
     For the groups that train. The checkpoints' own group keeps its patience: a save may take long.
     """
     patience = timedelta(seconds=config.train_timeout_seconds)
-    for group in [dist.group.WORLD, *mesh.get_all_groups()]:
+    for group in [dist.group.WORLD, meshes.dp.get_group(), *meshes.whole.get_all_groups()]:
         dist.distributed_c10d._set_pg_timeout(patience, group)

@@ -53,12 +53,25 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
     return rotated.flatten(-2).to(x.dtype)
 
 
+class PlainLinears:
+    """How the blocks multiply by their weights; models/llama/parallelize.py puts others in its place."""
+
+    def column(self, layer: str, x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """The linears that share the input x: (tokens, dim) -> (tokens, out) each. `layer` names them in messages."""
+        return tuple(linear(x) for linear in linears)
+
+    def row(self, layer: str, x: Tensor, linear: nn.Linear) -> Tensor:
+        """The linear that writes to the residual stream: (tokens, in) -> (tokens, dim)."""
+        return linear(x)
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions (arXiv 2305.13245, 2104.09864)."""
 
     def __init__(self, shape: LlamaShape):
         super().__init__()
         self.head_dim = shape.head_dim
+        self.linears = PlainLinears()
         self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
         self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
         self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
@@ -66,14 +79,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, freqs_cis: Tensor, seq_len: int) -> Tensor:
         """x: (tokens, dim) -> (tokens, dim); tokens = batch * seq_len."""
-        q, k, v = (
-            w(x).view(-1, seq_len, w.out_features // self.head_dim, self.head_dim) for w in (self.wq, self.wk, self.wv)
-        )
+        qkv = self.linears.column("wq wk wv", x, self.wq, self.wk, self.wv)
+        q, k, v = (t.view(-1, seq_len, t.shape[1] // self.head_dim, self.head_dim) for t in qkv)
         q, k = apply_rotary_emb(q, freqs_cis), apply_rotary_emb(k, freqs_cis)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        return self.wo(out.transpose(1, 2).reshape(x.shape[0], -1))
+        return self.linears.row("wo", out.transpose(1, 2).flatten(0, 1).flatten(1), self.wo)
 
 
 class FeedForward(nn.Module):
@@ -81,12 +93,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: LlamaShape):
         super().__init__()
+        self.linears = PlainLinears()
         self.w1 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
         self.w2 = nn.Linear(shape.hidden_dim, shape.dim, bias=False)
         self.w3 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate, up = self.linears.column("w1 w3", x, self.w1, self.w3)
+        return self.linears.row("w2", F.silu(gate) * up, self.w2)
 
 
 class TransformerBlock(nn.Module):
@@ -123,7 +137,9 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens.flatten())
         for layer in self.layers:
             x = layer(x, self.freqs_cis, seq_len)
-        x = self.norm(x)
+        return self.head(self.norm(x))
+
+    def head(self, x: Tensor) -> Tensor:
         return self.output(x) if self.output is not None else F.linear(x, self.tok_embeddings.weight)
 
     @torch.no_grad()

@@ -1,17 +1,25 @@
 """Applies the techniques to a Llama, in the one order that works, and says what was asked for and what was applied."""
 
+import types
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from errors import UserError
-from float8.convert import Float8Config, convert_linears
-from models.llama.model import Llama
+from float8.convert import Float8Config, Selection, convert_with_torchao, select_linears
+from float8.scaled import ALIGNMENT
+from models.llama.model import Llama, TransformerBlock
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpointing
+from parallelisms.async_tp import why_not_fused
 from parallelisms.compile import CompileConfig, compile_blocks
 from parallelisms.fsdp import apply_fsdp
-from parallelisms.mesh import ParallelismConfig
+from parallelisms.linears import Linears, local
+from parallelisms.mesh import Meshes, ParallelismConfig
+from parallelisms.tensor_parallel import split_embedding, split_norm_tokens, split_parameter
+
+# Of each part of a block: the linears that share its input, and the one that writes to the residual stream.
+PARTS = [("attention", "wq wk wv", "wo"), ("feed_forward", "w1 w3", "w2")]
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,7 @@ class Applied:
 
 def parallelize_llama(
     model: Llama,
-    mesh: DeviceMesh,
+    meshes: Meshes,
     *,
     parallelism: ParallelismConfig,
     float8: Float8Config,
@@ -35,17 +43,26 @@ def parallelize_llama(
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
 ) -> list[Applied]:
-    """float8 -> activation checkpointing -> compile -> FSDP, on a model that is still on the meta device.
+    """float8 and tensor parallel -> activation checkpointing -> compile -> FSDP, on a model still on the meta device.
 
     Raises UserError where something asked for would apply to nothing.
     """
+    selection = select_linears(model, float8)
+    linears_rows = [
+        Applied("float8", float8.recipe_name or "none", f"{len(selection.chosen)} linear layers"),
+        *left_out(selection),
+    ]
+    if selection.chosen and float8.backend_of_recipe == "torchao":
+        convert_with_torchao(model, float8, selection.chosen)
+    elif selection.chosen or meshes.tp is not None:
+        linears_rows += replace_linears(model, meshes, parallelism, float8.recipe_name, selection)
+
     blocks = len(model.layers)
-    conversion = convert_linears(model, float8)
     checkpointed = apply_activation_checkpointing(model.layers, activation_checkpoint)
     compiled = compile_blocks(model.layers, compile)
     sharding = apply_fsdp(
         model,
-        mesh,
+        meshes.fsdp,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
@@ -56,16 +73,12 @@ def parallelize_llama(
 
     ac = activation_checkpoint
     asked_ac = {"selective": f"selective, {ac.selective_ac_option}", "memory_budget": f"budget {ac.memory_budget}"}
-    left: dict[str, list[str]] = {}
-    for name, why in conversion.left.items():
-        left.setdefault(why, []).append(name)
-    shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
+    shards, replicas = meshes.fsdp.size(-1), meshes.fsdp.size() // meshes.fsdp.size(-1)
     asked_precision = f"{dtype_name(param_dtype)}, reduced in {dtype_name(reduce_dtype)}"
     gathered, reduced = (f"{n / 2**20:,.1f} MiB" for n in (sharding.all_gather_bytes, sharding.reduce_bytes))
     offload = [Applied("  CPU offload", "on", f"{sharding.units} units")] if cpu_offload else []
     return [
-        Applied("float8", float8.recipe_name or "none", f"{len(conversion.converted)} linear layers"),
-        *(Applied("  left out", why, f"{len(names)}: {summary(names)}") for why, names in left.items()),
+        *linears_rows,
         Applied("activation checkpointing", asked_ac.get(ac.mode, ac.mode), f"{checkpointed} of {blocks} blocks"),
         Applied("compile", " + ".join(compile.components) if compile.enable else "off", f"{compiled} blocks"),
         Applied("FSDP2", f"{shards} shards x {replicas} replicas", f"{sharding.units} units"),
@@ -74,6 +87,85 @@ def parallelize_llama(
         Applied("  sent by a rank per micro-batch", "", f"{gathered} gathering, {reduced} reducing"),
         *offload,
     ]
+
+
+def left_out(selection: Selection) -> list[Applied]:
+    names_by_reason: dict[str, list[str]] = {}
+    for name, why in selection.left.items():
+        names_by_reason.setdefault(why, []).append(name)
+    return [Applied("  left out", why, f"{len(names)}: {summary(names)}") for why, names in names_by_reason.items()]
+
+
+def replace_linears(
+    model: Llama, meshes: Meshes, parallelism: ParallelismConfig, recipe: str | None, selection: Selection
+) -> list[Applied]:
+    """Puts Rowhouse's own linears in the place of the plain ones, tensor parallel where there is a mesh for it."""
+    tp, rows = meshes.tp, []
+    group = "" if tp is None else tp.get_group().group_name
+    fused = False
+    if tp is not None and parallelism.enable_async_tensor_parallel:
+        reason = why_not_fused(tp, float8=recipe is not None)
+        if reason and parallelism.async_tensor_parallel_strict:
+            raise UserError(
+                f"parallelism.enable_async_tensor_parallel: {reason}: turn it off, or turn "
+                "parallelism.async_tensor_parallel_strict off to take plain collectives"
+            )
+        fused = not reason
+        rows.append(Applied("  async TP", "on", "fused collectives" if fused else f"plain collectives: {reason}"))
+
+    def recipe_of(names: list[str]) -> str | None:
+        chosen = [name for name in names if name in selection.chosen]
+        if chosen and len(chosen) < len(names):
+            raise UserError(
+                f"float8.filter_fqns: {', '.join(n for n in names if n not in chosen)} would be left out, but "
+                f"{', '.join(chosen)} not: they share one quantised input: name all of them or none, or take "
+                'float8.backend "torchao"'
+            )
+        return recipe if chosen else None
+
+    for i, block in enumerate(model.layers):
+        for part, column, row in PARTS:
+            prefix, module = f"layers.{i}.{part}.", getattr(block, part)
+            module.linears = Linears(
+                column_recipe=recipe_of([prefix + name for name in column.split()]),
+                row_recipe=recipe_of([prefix + row]),
+                group=group,
+                fused=fused,
+            )
+            if tp is not None:
+                for name in column.split():
+                    split_parameter(getattr(module, name), tp, Shard(0))
+                split_parameter(getattr(module, row), tp, Shard(1))
+    head = Linears(column_recipe=recipe_of(["output"]), row_recipe=None, group=group, fused=fused)
+    if tp is not None:
+        for name in selection.chosen:
+            check_alignment(name, local(model.get_parameter(f"{name}.weight")).shape, tp.size())
+        for block in model.layers:
+            assert isinstance(block, TransformerBlock)
+            split_norm_tokens(block.attention_norm, tp)
+            split_norm_tokens(block.ffn_norm, tp)
+        split_norm_tokens(model.norm, tp)
+        split_embedding(model.tok_embeddings, tp)
+        rows.insert(
+            0, Applied("tensor parallel", f"degree {tp.size()}", f"{len(model.layers)} blocks, embedding, head")
+        )
+        if model.output is not None:
+            split_parameter(model.output, tp, Shard(0))
+    if model.output is None:
+        tied = lambda self, x: head.column("output", x, self.tok_embeddings)[0]  # noqa: E731
+        model.head = types.MethodType(tied, model)  # type: ignore[method-assign]
+    else:
+        own = lambda self, x: head.column("output", x, self)[0]  # noqa: E731
+        model.output.forward = types.MethodType(own, model.output)  # type: ignore[method-assign]
+    return rows
+
+
+def check_alignment(name: str, shape: torch.Size, tp: int) -> None:
+    if shape[0] % ALIGNMENT or shape[1] % ALIGNMENT:
+        raise UserError(
+            f"float8.recipe_name: {name} split over {tp} ranks is {shape[0]} x {shape[1]}, not a multiple of "
+            f"{ALIGNMENT}: lower parallelism.tensor_parallel_degree, or name the layer in float8.filter_fqns"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,0 +1,148 @@
+"""The matmuls of a block as explicit autograd functions: bf16 or row-wise float8, on one rank or tensor parallel.
+
+A *column group* is the linears that share one input (wq, wk, wv; w1, w3; the output head): their rows are split over
+the ranks, the input's tokens are gathered. A *row linear* (wo, w2) is the mirror image: its columns are split, its
+output is summed and scattered. Between them the tokens are split, (tokens / tp, dim).
+
+Row-wise float8 makes three matmuls of each, and each operand is scaled along the sum:
+
+    out = x @ w.T      x by rows, w by rows              a row of x is quantised where it lives, then gathered as float8
+    dx  = g @ w        g by rows, w by columns
+    dw  = g.T @ x      g by columns, x by columns        both made from the float8 rows (float8/quantise.py)
+
+With the recipe rowwise_with_gw_hp the last one is computed from the unquantised g and x instead.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from float8.quantise import columns_from_rows, quantise_columns, quantise_rows
+from float8.scaled import Float8Rows, scaled_mm
+from parallelisms import tp_ops
+
+
+@dataclass(frozen=True)
+class Linears:
+    """How the blocks of a model multiply. Takes the place of models.llama.model.PlainLinears."""
+
+    column_recipe: str | None
+    row_recipe: str | None
+    """None (the compute precision), "rowwise" or "rowwise_with_gw_hp"."""
+    group: str
+    """Name of the tensor parallel process group; empty on one rank."""
+    fused: bool
+    """Collectives run inside their matmuls (async TP)."""
+
+    def column(self, layer: str, x: Tensor, *linears: nn.Linear | nn.Embedding) -> tuple[Tensor, ...]:
+        """x: (tokens / tp, dim) -> one (tokens, out / tp) each."""
+        weights = [local(linear.weight) for linear in linears]
+        if self.column_recipe is None and not self.group:
+            return tuple(F.linear(x, weight) for weight in weights)
+        return ColumnLinears.apply(x, self.column_recipe, self.group, self.fused, layer, *weights)
+
+    def row(self, layer: str, x: Tensor, linear: nn.Linear) -> Tensor:
+        """x: (tokens, in / tp) -> (tokens / tp, dim)."""
+        weight = local(linear.weight)
+        if self.row_recipe is None and not self.group:
+            return F.linear(x, weight)
+        return RowLinear.apply(x, self.row_recipe, self.group, self.fused, layer, weight)
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's part of a parameter."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+class ColumnLinears(torch.autograd.Function):
+    """x: (tokens / tp, dim), w_i: (out_i / tp, dim) -> gather(x) @ w_i.T, (tokens, out_i / tp) each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, recipe: str | None, group: str, fused: bool, layer: str, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.recipe, ctx.group, ctx.fused, ctx.layer, ctx.dtype = recipe, group, fused, layer, x.dtype
+        if recipe is None:
+            ctx.save_for_backward(x, *weights)
+            return tuple(tp_ops.gather_matmul(x, [w.t() for w in weights], group, fused, layer, False))
+        xq = quantise_rows(x)
+        saved = (x, x) if recipe == "rowwise_with_gw_hp" else (xq.data, xq.scale)
+        ctx.save_for_backward(*saved, *weights)
+        wqs = [quantise_rows(w) for w in weights]
+        if not group:
+            return tuple(scaled_mm(xq, wq, x.dtype) for wq in wqs)
+        data, scales = [wq.data for wq in wqs], [wq.scale for wq in wqs]
+        return tuple(tp_ops.gather_scaled_matmul(xq.data, xq.scale, data, scales, x.dtype, group, fused, layer, False))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        group, fused, layer = ctx.group, ctx.fused, ctx.layer + " backward"
+        # A sum of matmuls is one matmul over the columns side by side.
+        g = torch.cat(grads, dim=1)
+        if ctx.recipe is None:
+            x, *weights = ctx.saved_tensors
+            x_full = tp_ops.gather(x, g, group, layer)
+            dx = tp_ops.matmul_scatter(g, torch.cat(weights), group, fused, layer)
+            dw = g.t() @ x_full
+        else:
+            saved, saved_scale, *weights = ctx.saved_tensors
+            gq, wq = quantise_rows(g), quantise_columns(torch.cat(weights))
+            if not group:
+                dx = scaled_mm(gq, wq, ctx.dtype)
+            else:
+                dx = tp_ops.scaled_matmul_scatter(gq.data, gq.scale, wq.data, wq.scale, ctx.dtype, group, fused, layer)
+            x_full = tp_ops.gather(saved, g, group, layer) if group else saved
+            if ctx.recipe == "rowwise_with_gw_hp":
+                dw = g.t() @ x_full
+            else:
+                scale = tp_ops.gather(saved_scale, g, group, layer) if group else saved_scale
+                dw = scaled_mm(columns_from_rows(gq), columns_from_rows(Float8Rows(x_full, scale)), ctx.dtype)
+        dws = dw.split([w.shape[0] for w in weights])
+        return dx, None, None, None, None, *dws
+
+
+class RowLinear(torch.autograd.Function):
+    """x: (tokens, in / tp), w: (dim, in / tp) -> scatter(x @ w.T), (tokens / tp, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, recipe: str | None, group: str, fused: bool, layer: str, weight: Tensor) -> Tensor:
+        ctx.recipe, ctx.group, ctx.fused, ctx.layer, ctx.dtype = recipe, group, fused, layer, x.dtype
+        if recipe is None:
+            ctx.save_for_backward(x, x, weight)
+            return tp_ops.matmul_scatter(x, weight.t(), group, fused, layer)
+        xq, wq = quantise_rows(x), quantise_rows(weight)
+        saved = (x, x) if recipe == "rowwise_with_gw_hp" else (xq.data, xq.scale)
+        ctx.save_for_backward(*saved, weight)
+        if not group:
+            return scaled_mm(xq, wq, x.dtype)
+        return tp_ops.scaled_matmul_scatter(xq.data, xq.scale, wq.data, wq.scale, x.dtype, group, fused, layer)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        group, fused, layer = ctx.group, ctx.fused, ctx.layer + " backward"
+        saved, saved_scale, weight = ctx.saved_tensors
+        if ctx.recipe is None:
+            dx, g_full = tp_ops.gather_matmul(g, [weight], group, fused, layer, True)
+            return dx, None, None, None, None, g_full.t() @ saved
+        gq, wq = quantise_rows(g), quantise_columns(weight)
+        if not group:
+            dx = scaled_mm(gq, wq, ctx.dtype)
+        elif ctx.recipe == "rowwise_with_gw_hp":
+            (dx,) = tp_ops.gather_scaled_matmul(
+                gq.data, gq.scale, [wq.data], [wq.scale], ctx.dtype, group, fused, layer, False
+            )
+        else:
+            dx, data, scale = tp_ops.gather_scaled_matmul(
+                gq.data, gq.scale, [wq.data], [wq.scale], ctx.dtype, group, fused, layer, True
+            )
+            gq = Float8Rows(data, scale)
+        if ctx.recipe == "rowwise_with_gw_hp":
+            g_full = tp_ops.gather(g.contiguous(), g, group, layer) if group else g
+            dw = g_full.t() @ saved
+        else:
+            dw = scaled_mm(columns_from_rows(gq), columns_from_rows(Float8Rows(saved, saved_scale)), ctx.dtype)
+        return dx, None, None, None, None, dw
