@@ -20,6 +20,8 @@ from trainer import Trainer
 
 def main() -> int:
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    # It tells of collectives that it makes of a gradient norm or a checkpoint: nothing that a user can change.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     rank = int(os.environ.get("RANK", "0"))
     try:
         config = load_config(sys.argv[1:], int(os.environ.get("WORLD_SIZE", "1")))

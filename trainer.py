@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.manager import CheckpointManager
-from checkpoint.state import ModelState, OptimizerState, RngState
+from checkpoint.state import DataState, ModelState, OptimizerState, RngState
 from config import JobConfig
 from data.loader import BatchLoader, entropy
 from data.sources import open_source
@@ -21,11 +21,12 @@ from data.tokenizer import Tokenizer, load_tokenizer, stdlib_tokenizer
 from errors import UserError
 from loss import cross_entropy_sum, valid_tokens
 from models.llama.model import Llama
-from models.llama.parallelize import parallelize_llama, table
+from models.llama.parallelize import collectives_table, parallelize_llama, table
 from optimizer import build_optimizer, lr_factor, set_lr
 from parallelisms.fsdp import DTYPES
 from parallelisms.mesh import build_meshes, set_timeouts
 from parallelisms.tensor_parallel import vocab_parallel_cross_entropy_sum
+from parallelisms.tp_ops import recording
 from settings import write_toml
 from telemetry.flops import model_flops_per_token, peak_flops
 from telemetry.memory import GarbageCollector, peak_memory
@@ -153,7 +154,7 @@ class Trainer:
             head_dim=model.shape.head_dim,
             seq_len=training.seq_len,
         )
-        applied = parallelize_llama(
+        self.applied = parallelize_llama(
             model,
             self.meshes,
             parallelism=config.parallelism,
@@ -169,10 +170,15 @@ class Trainer:
         if training.enable_cpu_offload:
             model.freqs_cis = model.freqs_cis.to(self.device)
         logger.info("%s: %s parameters", config.model.flavor, f"{self.num_params:,}")
-        logger.info("asked for and applied:\n%s", table(applied))
-        if self.rank == 0:
-            (self.folder / "applied.json").write_text(json.dumps([asdict(row) for row in applied], indent=1) + "\n")
+        logger.info("asked for and applied:\n%s", table(self.applied))
+        self.keep_table()
         return model
+
+    def keep_table(self) -> None:
+        if self.rank == 0:
+            (self.folder / "applied.json").write_text(
+                json.dumps([asdict(row) for row in self.applied], indent=1) + "\n"
+            )
 
     def build_loss(self) -> Any:
         compile, tp = self.config.compile, self.meshes.tp
@@ -221,9 +227,10 @@ class Trainer:
                     logger.info("the data ends after step %d", self.step)
                     break
                 self.step += 1
-                self.train_step(*batch)
                 if self.step == first_step:
-                    set_timeouts(config.comm, self.meshes)
+                    self.first_step(*batch)
+                else:
+                    self.train_step(*batch)
                 garbage.step(self.step)
                 profiler.step()
                 if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
@@ -254,6 +261,17 @@ class Trainer:
                 dist.all_reduce(has_more, dist.ReduceOp.MIN)
                 batch = batch if has_more else None
         return batch
+
+    def first_step(self, inputs: Tensor, labels: Tensor) -> None:
+        """A step that is watched: which tensor parallel collectives ran, and fused or not."""
+        with recording() as collectives:
+            self.train_step(inputs, labels)
+        if self.meshes.tp is not None:
+            rows = collectives_table(collectives, self.model, self.micro_batches, self.config.parallelism)
+            logger.info("tensor parallel collectives of the first step:\n%s", table(rows))
+            self.applied += rows
+            self.keep_table()
+        set_timeouts(self.config.comm, self.meshes)
 
     def train_step(self, inputs: Tensor, labels: Tensor) -> None:
         """One optimizer step over this rank's rows of the global batch: int64 (rows, seq_len) on the host."""
@@ -386,26 +404,3 @@ class Trainer:
             self.writer.close()
         self.checkpoints.close()
         self.loader.close()
-
-
-class DataState:
-    """The position in the data, of all ranks: the same on each, so that any number of ranks can resume from it."""
-
-    def __init__(self, loader: BatchLoader, dp_group: dist.ProcessGroup):
-        self.loader = loader
-        self.dp_group = dp_group
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self.loader.state_dict()
-        parts: list[Any] = [None] * self.dp_group.size()
-        dist.all_gather_object(parts, (state["lanes"], state["documents_per_epoch"]), group=self.dp_group)
-        del state["first_lane"]
-        # A rank that has not come to the end of an epoch does not know its length yet: 0.
-        return {
-            **state,
-            "lanes": torch.cat([p[0] for p in parts]),
-            "documents_per_epoch": max(p[1] for p in parts),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)

@@ -121,3 +121,29 @@ def pack(state: dict[str, Any]) -> Tensor:
 
 def unpack(packed: Tensor) -> dict[str, Any]:
     return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+class DataState:
+    """The position in the data, of all ranks: the same on each, so that any number of ranks can resume from it.
+
+    `loader` is this rank's data.loader.BatchLoader; `dp_group` are the ranks whose lanes make up the global batch.
+    """
+
+    def __init__(self, loader: Any, dp_group: dist.ProcessGroup):
+        self.loader = loader
+        self.dp_group = dp_group
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.loader.state_dict()
+        parts: list[Any] = [None] * self.dp_group.size()
+        dist.all_gather_object(parts, (state["lanes"], state["documents_per_epoch"]), group=self.dp_group)
+        del state["first_lane"]
+        # A rank that has not come to the end of an epoch does not know its length yet: 0.
+        return {
+            **state,
+            "lanes": torch.cat([p[0] for p in parts]),
+            "documents_per_epoch": max(p[1] for p in parts),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)

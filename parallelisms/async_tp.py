@@ -5,7 +5,8 @@ each of the four is compared with plain collectives on random data, two sequence
 one that parallelisms/tp_ops.py calls.
 """
 
-import logging
+from collections import Counter
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from float8.quantise import quantise_rows
 from parallelisms import tp_ops
-
-logger = logging.getLogger("rowhouse")
 
 SIGNATURES = {
     "fused_all_gather_matmul": ["A", "Bs", "gather_dim", "group_name", "return_A"],
@@ -28,6 +27,37 @@ SIGNATURES = {
         "group_name", "output_shape", "bias", "result_scale", "out_dtype", "use_fast_accum",
     ],
 }  # fmt: skip
+
+
+PLAN = {
+    "forward": ["wq wk wv", "wo", "w1 w3", "w2"],
+    "backward": ["wq wk wv backward", "wo backward", "w1 w3 backward", "w2 backward"],
+}
+"""The collectives of a block that are fused with a matmul, each once a micro-batch."""
+
+
+@dataclass(frozen=True)
+class BlockCollectives:
+    """What a block's collectives were in one step: for each pass how many of the planned ones ran fused, per block."""
+
+    fused: dict[str, float]
+    missing: list[str]
+    """Planned, but fewer of them ran fused than there are blocks and micro-batches."""
+    recomputed: float
+    """Collectives a block that activation checkpointing ran again."""
+    sent: int
+    """Bytes that this rank sent in the step, the embedding, the head and the loss included."""
+
+
+def compare_with_plan(collectives: list[tp_ops.Collective], blocks: int) -> BlockCollectives:
+    """`collectives`: all that ran in one step; blocks: of the model, times micro-batches."""
+    ran = Counter(c.layer for c in collectives if c.fused and not c.recomputed)
+    return BlockCollectives(
+        fused={name: sum(min(ran[layer], blocks) for layer in layers) / blocks for name, layers in PLAN.items()},
+        missing=[layer for layers in PLAN.values() for layer in layers if ran[layer] < blocks],
+        recomputed=sum(c.recomputed for c in collectives) / blocks,
+        sent=sum(c.sent for c in collectives),
+    )
 
 
 def why_not_fused(mesh: DeviceMesh, *, float8: bool) -> str:

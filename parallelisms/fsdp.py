@@ -1,5 +1,6 @@
 """FSDP2: parameters, gradients and optimizer states sharded over the ranks, a block gathered when it is needed."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +79,8 @@ def apply_fsdp(
         numel["again"] += again * sum(p.numel() for module in modules for p in module.parameters())
         fully_shard(modules, **options, reshard_after_forward=again)
     fully_shard(model, **options)
+    # torch's fused matmuls hand out views. Nothing here changes a tensor in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             if mesh.size() > 1:  # One rank adds up nothing; asking for it costs a copy.

@@ -10,7 +10,6 @@ start whether they are there and right.
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,31 +26,44 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective as it ran: the layer it served, what it was, fused with its matmul or not."""
+    """One collective as it ran on this rank."""
 
     layer: str
+    """What it served: the linears' names, with "backward" for their gradients."""
     kind: str
     fused: bool
+    """Ran inside its matmul."""
+    recomputed: bool
+    """A forward pass's, run again in the backward pass by activation checkpointing."""
+    sent: int
+    """Bytes that this rank sends."""
 
 
-RECORDS: list[Counter[Collective]] = []
-"""Where the collectives that run are counted, while `recording` is on."""
+RECORDS: list[list[Collective]] = []
+"""Where the collectives that run are written, while `recording` is on."""
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Counter[Collective]]:
-    """Counts the collectives that this process carries out, in eager and in compiled code."""
-    counter: Counter[Collective] = Counter()
-    RECORDS.append(counter)
+def recording() -> Iterator[list[Collective]]:
+    """Lists the collectives that this process carries out, in eager and in compiled code."""
+    collectives: list[Collective] = []
+    RECORDS.append(collectives)
     try:
-        yield counter
+        yield collectives
     finally:
-        RECORDS.remove(counter)
+        # By identity: two lists of the same collectives are equal.
+        RECORDS[:] = [record for record in RECORDS if record is not collectives]
 
 
-def record(layer: str, kind: str, fused: bool) -> None:
-    for counter in RECORDS:
-        counter[Collective(layer, kind, fused)] += 1
+def record(layer: str, kind: str, group: str, *gathered: Tensor, scattered: int = 0, fused: bool = False) -> None:
+    """`gathered` are this rank's parts of gathers, `scattered` the bytes that go into a reduce-scatter."""
+    if RECORDS:
+        others = ranks_of(group) - 1
+        sent = others * sum(t.nbytes for t in gathered) + scattered * others // (others + 1)
+        in_backward = torch._C._current_graph_task_id() != -1
+        recomputed = in_backward and not layer.endswith("backward")
+        for collectives in RECORDS:
+            collectives.append(Collective(layer, kind, fused, recomputed, sent))
 
 
 def ranks_of(group: str) -> int:
@@ -77,7 +89,7 @@ def gather(x: Tensor, after: Tensor, group: str, layer: str) -> Tensor:
     `after` is a tensor that the op does not read. In backward it is the incoming gradient: without it the compiler
     would gather an activation in the forward pass already, and keep it.
     """
-    record(layer, "gather", False)
+    record(layer, "gather", group, x)
     return all_gather(x, group)
 
 
@@ -89,7 +101,7 @@ def _(x: Tensor, after: Tensor, group: str, layer: str) -> Tensor:
 @torch.library.custom_op("rowhouse::scatter", mutates_args=())
 def scatter(x: Tensor, group: str, layer: str) -> Tensor:
     """x: (ranks * rows, cols), each rank's summand -> (rows, cols) of the sum."""
-    record(layer, "scatter", False)
+    record(layer, "scatter", group, scattered=x.nbytes)
     return reduce_scatter(x, group)
 
 
@@ -101,7 +113,7 @@ def _(x: Tensor, group: str, layer: str) -> Tensor:
 @torch.library.custom_op("rowhouse::all_reduce", mutates_args=())
 def all_reduce(x: Tensor, op: str, group: str, layer: str) -> Tensor:
     """The "sum" or "max" of x over the ranks."""
-    record(layer, f"all_reduce {op}", False)
+    record(layer, f"all_reduce {op}", group, scattered=2 * x.nbytes)
     return c10d.wait_tensor(c10d.all_reduce(x, op, group))
 
 
@@ -113,7 +125,7 @@ def _(x: Tensor, op: str, group: str, layer: str) -> Tensor:
 @torch.library.custom_op("rowhouse::gather_matmul", mutates_args=())
 def gather_matmul(a: Tensor, bs: list[Tensor], group: str, fused: bool, layer: str, keep: bool) -> list[Tensor]:
     """a: (rows, K); bs: (K, N_i) -> gather(a) @ b_i, (ranks * rows, N_i) each; with `keep` gather(a) follows."""
-    record(layer, "gather_matmul", fused)
+    record(layer, "gather_matmul", group, a, fused=fused)
     if fused:
         gathered, outs = symm_mem.fused_all_gather_matmul(a.contiguous(), bs, 0, group, return_A=keep)
     else:
@@ -132,7 +144,7 @@ def _(a: Tensor, bs: list[Tensor], group: str, fused: bool, layer: str, keep: bo
 @torch.library.custom_op("rowhouse::matmul_scatter", mutates_args=())
 def matmul_scatter(a: Tensor, b: Tensor, group: str, fused: bool, layer: str) -> Tensor:
     """a: (ranks * rows, K of this rank); b: (K of this rank, N) -> this rank's (rows, N) of the sum of a @ b."""
-    record(layer, "matmul_scatter", fused)
+    record(layer, "matmul_scatter", group, scattered=a.shape[0] * b.shape[1] * a.element_size(), fused=fused)
     if fused:
         return symm_mem.fused_matmul_reduce_scatter(a.contiguous(), b, "sum", 0, group)
     return reduce_scatter(a @ b, group)
@@ -160,7 +172,7 @@ def gather_scaled_matmul(
     check_rows(a, a_scale, layer)
     for b, scale in zip(bs, b_scales, strict=True):
         check_rows(b, scale, layer)
-    record(layer, "gather_scaled_matmul", fused)
+    record(layer, "gather_scaled_matmul", group, a, a_scale, fused=fused)
     if fused:
         dtype, n = torch.bfloat16 if a.is_cuda else out_dtype, len(bs)
         gathered, outs = symm_mem.fused_all_gather_scaled_matmul(
@@ -203,7 +215,8 @@ def scaled_matmul_scatter(
     sum of a @ b.T. Each summand is de-scaled before the sum: no rank needs another's scales."""
     check_rows(a, a_scale, layer)
     check_rows(b, b_scale, layer)
-    record(layer, "scaled_matmul_scatter", fused)
+    nbytes = a.shape[0] * b.shape[0] * out_dtype.itemsize
+    record(layer, "scaled_matmul_scatter", group, scattered=nbytes, fused=fused)
     if not fused:
         return reduce_scatter(scaled_mm(Float8Rows(a, a_scale), Float8Rows(b, b_scale), out_dtype), group)
     dtype, shape = torch.bfloat16 if a.is_cuda else out_dtype, [a.shape[0], b.shape[0]]

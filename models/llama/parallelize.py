@@ -11,12 +11,13 @@ from float8.convert import Float8Config, Selection, convert_with_torchao, select
 from float8.scaled import ALIGNMENT
 from models.llama.model import Llama, TransformerBlock
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpointing
-from parallelisms.async_tp import why_not_fused
+from parallelisms.async_tp import compare_with_plan, why_not_fused
 from parallelisms.compile import CompileConfig, compile_blocks
 from parallelisms.fsdp import apply_fsdp
 from parallelisms.linears import Linears, local
 from parallelisms.mesh import Meshes, ParallelismConfig
 from parallelisms.tensor_parallel import split_embedding, split_norm_tokens, split_parameter
+from parallelisms.tp_ops import Collective
 
 # Of each part of a block: the linears that share its input, and the one that writes to the residual stream.
 PARTS = [("attention", "wq wk wv", "wo"), ("feed_forward", "w1 w3", "w2")]
@@ -158,6 +159,27 @@ def replace_linears(
         own = lambda self, x: head.column("output", x, self)[0]  # noqa: E731
         model.output.forward = types.MethodType(own, model.output)  # type: ignore[method-assign]
     return rows
+
+
+def collectives_table(
+    collectives: list[Collective], model: Llama, micro_batches: int, parallelism: ParallelismConfig
+) -> list[Applied]:
+    """What one step's tensor parallel collectives were. Raises UserError in strict mode if planned ones are missing."""
+    found = compare_with_plan(collectives, len(model.layers) * micro_batches)
+    if found.missing and parallelism.async_tensor_parallel_strict:
+        raise UserError(
+            f"parallelism.async_tensor_parallel_strict: not fused in every block: {', '.join(found.missing)}: turn "
+            "parallelism.async_tensor_parallel_strict off to go on without"
+        )
+    planned = 4 if parallelism.enable_async_tensor_parallel else 0
+    return [
+        *(
+            Applied(f"fused per block, {name}", f"{planned} of 4", f"{count:g} of 4")
+            for name, count in found.fused.items()
+        ),
+        Applied("run again by recomputation", "", f"{found.recomputed:g} per block"),
+        Applied("sent by a rank per micro-batch", "", f"{found.sent / micro_batches / 2**20:,.1f} MiB"),
+    ]
 
 
 def check_alignment(name: str, shape: torch.Size, tp: int) -> None:

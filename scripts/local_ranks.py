@@ -1,0 +1,40 @@
+"""Starts ranks on this machine: one launch, many cases."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
+    """Runs `function(*args)` on `world_size` ranks of gloo; an exception on one of them fails the caller with its text.
+
+    With a GPU, tensors on it go through gloo as well, and all ranks may share it.
+    """
+    mp.spawn(_rank, (world_size, free_port(), function, args), nprocs=world_size)
+
+
+def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo")
+    try:
+        function(*args)
+    except Exception:
+        traceback.print_exc()
+        raise
+    dist.destroy_process_group()
