@@ -40,22 +40,42 @@ class Linears:
 
     def column(self, layer: str, x: Tensor, *linears: nn.Linear | nn.Embedding) -> tuple[Tensor, ...]:
         """x: (tokens / tp, dim) -> one (tokens, out / tp) each."""
-        weights = [local(linear.weight) for linear in linears]
+        weights = [local_weight(linear) for linear in linears]
         if self.column_recipe is None and not self.group:
             return tuple(F.linear(x, weight) for weight in weights)
         return ColumnLinears.apply(x, self.column_recipe, self.group, self.fused, layer, *weights)
 
     def row(self, layer: str, x: Tensor, linear: nn.Linear) -> Tensor:
         """x: (tokens, in / tp) -> (tokens / tp, dim)."""
-        weight = local(linear.weight)
+        weight = local_weight(linear)
         if self.row_recipe is None and not self.group:
             return F.linear(x, weight)
         return RowLinear.apply(x, self.row_recipe, self.group, self.fused, layer, weight)
 
 
-def local(weight: Tensor) -> Tensor:
-    """This rank's part of a parameter."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+def local_weight(module: Any) -> Tensor:
+    """This rank's part of the module's weight; inside a block, the one that `take_local_weights` took before."""
+    if hasattr(module, "taken_weight"):
+        return module.taken_weight
+    return module.weight.to_local() if isinstance(module.weight, DTensor) else module.weight
+
+
+def take_local_weights(block: nn.Module) -> None:
+    """Takes the local part of the block's DTensors before its forward is entered, so that a compiled forward sees none.
+
+    With DTensors among the inputs of a compiled graph that is recomputed in full, torch 2.13 fails on a CPU: a
+    DeviceMesh is found among the saved tensors. And without them the graph is entered faster.
+    """
+    split: list[Any] = [m for m in block.modules() if isinstance(getattr(m, "weight", None), DTensor)]
+    inner = block.forward
+
+    def forward(*args: Any) -> Any:
+        for module in split:
+            # Not by setattr: that takes tensors of a parameter for parameters.
+            module.__dict__["taken_weight"] = module.weight.to_local()
+        return inner(*args)
+
+    block.forward = forward
 
 
 class ColumnLinears(torch.autograd.Function):

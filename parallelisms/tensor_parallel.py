@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from loss import IGNORE_INDEX
 from parallelisms import tp_ops
-from parallelisms.linears import local
+from parallelisms.linears import local_weight
 
 
 def split_parameter(module: nn.Linear | nn.Embedding | nn.RMSNorm, mesh: DeviceMesh, placement: Placement) -> None:
@@ -44,7 +44,7 @@ def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
     group, rank = mesh.get_group().group_name, mesh.get_local_rank()
 
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = local_weight(self)
         here = ids - rank * weight.shape[0]
         mine = (here >= 0) & (here < weight.shape[0])
         rows = F.embedding(here.where(mine, 0), weight) * mine[:, None]
@@ -67,16 +67,17 @@ class SumGradient(torch.autograd.Function):
         return tp_ops.all_reduce(g.float(), "sum", ctx.group, "norm backward").to(g.dtype), None
 
 
-def split_norm_tokens(norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
+def split_norm_tokens(norm: Any, mesh: DeviceMesh) -> None:
     """Every rank has the whole weight and some of the tokens: (tokens / tp, dim) -> (tokens / tp, dim)."""
     split_parameter(norm, mesh, Replicate())
-    group = mesh.get_group().group_name
+    norm.tp_group = mesh.get_group().group_name
+    # One function for all norms, not a closure each: the compiled blocks share a graph.
+    norm.forward = types.MethodType(norm_of_token_share, norm)
 
-    def forward(self: nn.RMSNorm, x: Tensor) -> Tensor:
-        weight = SumGradient.apply(local(self.weight), group)
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
-    norm.forward = types.MethodType(forward, norm)  # type: ignore[method-assign]
+def norm_of_token_share(self: Any, x: Tensor) -> Tensor:
+    weight = SumGradient.apply(local_weight(self), self.tp_group)
+    return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):

@@ -50,9 +50,9 @@ CUDA_SHAPE = LlamaShape(512, 2, 8, 4, 1024, vocab_size=2048, head_dim=64)
 CUDA_SEQ_LEN = 256
 RECIPES = ["bf16", "rowwise", "rowwise_with_gw_hp"]
 AC_MODES = ["none", "full", "selective op", "selective layer"]
-# The smallest quantities, the norms' gradients, have 64 elements: a relative error measured on n random ones scatters by
-# 1 / sqrt(2 n) = 9 %, the ratio of two by 12.5 %; four times that are allowed. In bf16 tensor parallelism also rounds
-# more often, a sum's parts and then the sum: twice the variance of one rounding. Beside float8's error that is nothing.
+# The smallest quantities, the norms' gradients, have 64 elements: a relative error measured on n random ones scatters
+# by 1 / sqrt(2 n) = 9 %, the ratio of two by 12.5 %; four times that are allowed. In bf16 tensor parallelism also rounds
+# more often, a sum's parts and then the sum: twice the variance. Beside float8's error that is nothing.
 ALLOWED = {"bf16": 2**0.5 * 1.5, "rowwise": 1.5, "rowwise_with_gw_hp": 1.5}
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from config import load_config
 from loss import cross_entropy_sum
 from models.llama.model import Llama
-from tests.distributed import launch
+from scripts.local_ranks import launch
 from trainer import Trainer
 
 LANES, SEQ_LEN = 8, 64

@@ -14,7 +14,7 @@ from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply
 from parallelisms.async_tp import compare_with_plan, why_not_fused
 from parallelisms.compile import CompileConfig, compile_blocks
 from parallelisms.fsdp import apply_fsdp
-from parallelisms.linears import Linears, local
+from parallelisms.linears import Linears, local_weight, take_local_weights
 from parallelisms.mesh import Meshes, ParallelismConfig
 from parallelisms.tensor_parallel import split_embedding, split_norm_tokens, split_parameter
 from parallelisms.tp_ops import Collective
@@ -61,6 +61,9 @@ def parallelize_llama(
     blocks = len(model.layers)
     checkpointed = apply_activation_checkpointing(model.layers, activation_checkpoint)
     compiled = compile_blocks(model.layers, compile)
+    if meshes.tp is not None:
+        for block in model.layers:
+            take_local_weights(block)
     sharding = apply_fsdp(
         model,
         meshes.fsdp,
@@ -140,7 +143,7 @@ def replace_linears(
     head = Linears(column_recipe=recipe_of(["output"]), row_recipe=None, group=group, fused=fused)
     if tp is not None:
         for name in selection.chosen:
-            check_alignment(name, local(model.get_parameter(f"{name}.weight")).shape, tp.size())
+            check_alignment(name, local_weight(model.get_submodule(name)).shape, tp.size())
         for block in model.layers:
             assert isinstance(block, TransformerBlock)
             split_norm_tokens(block.attention_norm, tp)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from checkpoint.manager import CheckpointConfig, CheckpointManager, complete_steps
 from errors import UserError
+from scripts.local_ranks import launch
 from tests.checkpoint.small_run import Run, assert_same, differ, seed_ranks
-from tests.distributed import launch
 
 # Cases of the launch on two ranks. Each has a folder of its own, the same on both.
 

@@ -1,0 +1,63 @@
+"""Row-wise float8 linears on one rank: outputs and gradients at the float8 floor of their operands."""
+
+import pytest
+import torch
+from torch import nn
+
+from parallelisms.linears import ColumnLinears, Linears, RowLinear
+
+# Rounding to e4m3 leaves a relative error of 0.0263 (tests/float8/test_quantise.py). Two operands with independent
+# errors make a product off by sqrt(2) times that; 1.2 covers the scatter of the measured norms.
+FLOOR = 0.0263 * 2**0.5
+ALLOWED = 1.2 * FLOOR
+
+
+def error(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((got - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_column_group(recipe: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(96, 64, requires_grad=True)
+    weights = [torch.randn(n, 64, requires_grad=True) for n in (48, 32, 16)]
+    outs = ColumnLinears.apply(x, recipe, "", False, "wq wk wv", *weights)
+    grads = [torch.randn_like(out) for out in outs]
+    torch.autograd.backward(outs, grads)
+    for out, w in zip(outs, weights, strict=True):
+        assert 0.5 * FLOOR < error(out, x @ w.t()) < ALLOWED
+    assert 0.5 * FLOOR < error(x.grad, sum(g @ w for g, w in zip(grads, weights, strict=True))) < ALLOWED
+    for g, w in zip(grads, weights, strict=True):
+        exact = error(w.grad, g.t() @ x)
+        assert exact < (ALLOWED if recipe == "rowwise" else 1e-6)
+        assert recipe != "rowwise" or exact > 0.5 * FLOOR  # It was float8 indeed.
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+def test_row_linear(recipe: str) -> None:
+    torch.manual_seed(1)
+    x, w = torch.randn(96, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
+    out = RowLinear.apply(x, recipe, "", False, "wo", w)
+    g = torch.randn_like(out)
+    out.backward(g)
+    assert 0.5 * FLOOR < error(out, x @ w.t()) < ALLOWED
+    assert 0.5 * FLOOR < error(x.grad, g @ w) < ALLOWED
+    assert error(w.grad, g.t() @ x) < (ALLOWED if recipe == "rowwise" else 1e-6)
+
+
+def test_saved_activations_are_float8() -> None:
+    x, w = torch.randn(96, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        RowLinear.apply(x, "rowwise", "", False, "wo", w)
+        ColumnLinears.apply(x, "rowwise", "", False, "w1 w3", w, w)
+    activations = [t for t in kept if t.shape[0] == 96]
+    assert {t.dtype for t in activations} == {torch.float8_e4m3fn, torch.float32}
+    assert all(t.shape == (96, 1) for t in activations if t.dtype == torch.float32)
+
+
+def test_without_a_recipe_or_a_group_it_is_the_plain_linear() -> None:
+    x, linear = torch.randn(4, 8), nn.Linear(8, 16, bias=False)
+    plain = Linears(column_recipe=None, row_recipe=None, group="", fused=False)
+    assert torch.equal(plain.row("wo", x, linear), linear(x))
+    assert torch.equal(plain.column("wq", x, linear)[0], linear(x))
