@@ -183,7 +183,7 @@ class JobConfig:
 
     def tensor_parallel_problems(self, tp: int) -> list[tuple[str, str]]:
         """What cannot be split over `tp` ranks, and what does not work split."""
-        if tp == 1:
+        if tp <= 1:
             return []
         key, found = "parallelism.tensor_parallel_degree", []
         shape = self.model.shape()

@@ -26,11 +26,14 @@ def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
 
 
 def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple) -> None:
+    device = rank % max(torch.cuda.device_count(), 1)
     os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(device), LOCAL_WORLD_SIZE=str(world_size)
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo")
     try:
         function(*args)
