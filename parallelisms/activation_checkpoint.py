@@ -13,7 +13,8 @@ import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import parallelisms.tp_ops  # noqa: F401  (registers torch.ops.rowhouse)
+import float8.scaled
+import parallelisms.tp_ops  # noqa: F401  (both register torch.ops.rowhouse)
 
 aten = torch.ops.aten
 ATTENTION_OPS = {
@@ -23,7 +24,7 @@ ATTENTION_OPS = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
 }
-MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default}
+MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default, torch.ops.rowhouse.scaled_mm.default}
 # Tensor parallel matmuls come with a collective, and are told apart by the layer that they serve. Those kept save a
 # collective in backward each; w1 and w3, the largest, and w2, whose output backward does not need, are computed again.
 TENSOR_PARALLEL_OPS = {

@@ -89,8 +89,8 @@ class Result:
 
 def cases(quick: bool, cuda: bool) -> list[Case]:
     if cuda:
-        grid = itertools.product(RECIPES, AC_MODES, (2, 5), (2, 4))
-        return [Case(r, ac, b, tp, True, compiled=True) for r, ac, b, tp in grid if not quick or (tp, b) == (2, 2)]
+        grid = itertools.product(RECIPES, AC_MODES, (2, 5), (1, 2, 4))
+        return [Case(r, ac, b, tp, tp > 1, compiled=True) for r, ac, b, tp in grid if not quick or b * tp == 4]
     recipes, batches, degrees = (RECIPES[:2], (1, 3), (1, 2)) if quick else (RECIPES, (1, 2, 3, 5), (1, 2, 4))
     eager = [
         Case(recipe, ac, batch, tp, asynchronous)
@@ -101,6 +101,7 @@ def cases(quick: bool, cuda: bool) -> list[Case]:
     compiled = [
         Case("bf16", "none", 2, 2, True, compiled=True),
         *(Case(r, ac, 2, 2, True, compiled=True) for r, ac in itertools.product(RECIPES[1:], AC_MODES)),
+        *(Case(r, "selective op", 2, 1, compiled=True) for r in RECIPES),
         Case("rowwise", "full", 5, 4, True, compiled=True),
         Case("rowwise", "full", 3, 2, False, compiled=True),
         Case("rowwise", "selective op", 3, 2, True, dp=2, compiled=True),

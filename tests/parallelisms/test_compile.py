@@ -1,0 +1,94 @@
+"""The blocks of a model share one compiled graph, whatever activation checkpointing wraps them in; a break is an error."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from models.llama.model import Llama
+from models.llama.shapes import LlamaShape
+from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpointing
+from parallelisms.compile import CompileConfig, compile_blocks
+
+LAYERS, SEQ_LEN = 3, 32
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def small_model() -> Llama:
+    with torch.device("meta"):
+        model = Llama(LlamaShape(64, LAYERS, 4, 2, 96, vocab_size=128, head_dim=16), SEQ_LEN)
+    model.to_empty(device="cpu")
+    model.init_weights(0, torch.device("cpu"))
+    return model
+
+
+def tokens(batch: int) -> torch.Tensor:
+    return torch.arange(batch * SEQ_LEN).view(batch, SEQ_LEN) % 128
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_all_blocks_share_one_graph(mode: str) -> None:
+    model = small_model()
+    plain = model(tokens(2))
+    names = [name for name, _ in model.named_parameters()]
+    apply_activation_checkpointing(model.layers, ActivationCheckpointConfig(mode=mode))  # type: ignore[arg-type]
+    assert compile_blocks(model.layers, CompileConfig(enable=True, backend="aot_eager")) == LAYERS
+    for _ in range(2):
+        logits = model(tokens(2))
+        logits.sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)
+    assert [name for name, _ in model.named_parameters()] == names
+    # Another batch size costs one more graph, with that size left open, and a third costs none.
+    model(tokens(3)).sum().backward()
+    model(tokens(4)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_only_what_is_asked_for_is_compiled() -> None:
+    for config in (CompileConfig(), CompileConfig(enable=True, components=["loss"], backend="eager")):
+        model = small_model()
+        assert compile_blocks(model.layers, config) == 0
+        model(tokens(1))
+        assert counters["stats"]["unique_graphs"] == 0
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * 2
+
+
+def test_a_graph_break_is_an_error() -> None:
+    blocks = nn.ModuleList([Broken()])
+    assert compile_blocks(blocks, CompileConfig(enable=True, backend="eager")) == 1
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        blocks[0](torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "text"),
+    [
+        (CompileConfig(components=["model", "optimizer"]), "components", "optimizer"),
+        (CompileConfig(components=[]), "components", "the components are model, loss"),
+        (CompileConfig(backend="inductr"), "backend", "inductor"),
+    ],
+)
+def test_problems(config: CompileConfig, key: str, text: str) -> None:
+    ((found, message),) = config.problems()
+    assert found == key and text in message
+
+
+def test_no_problems() -> None:
+    assert CompileConfig(enable=True).problems() == []
+    assert CompileConfig(components=["loss"], backend="aot_eager").problems() == []
