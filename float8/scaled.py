@@ -54,8 +54,8 @@ def check_rows(data: Tensor, scale: Tensor, where: str) -> None:
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a, a_scale: float8 rows (M, K); b, b_scale: float8 rows (N, K) -> a @ b.T, (M, N).
 
-    An op of its own, because the compiler keeps the strides of what a custom op takes. Given torch._scaled_mm it may lay
-    out a transposed operand as it likes, "contiguous" or not, and CUDA's kernel then multiplies the wrong elements
+    An op of its own, because the compiler keeps the strides of what a custom op takes. Given torch._scaled_mm it may
+    lay out a transposed operand as it likes, "contiguous" or not, and CUDA's kernel then multiplies the wrong elements
     (torch 2.11: gradients five times too small, no warning).
     """
     check_rows(a, a_scale, "the left side of a float8 matmul")

@@ -13,8 +13,8 @@ import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import float8.scaled
-import parallelisms.tp_ops  # noqa: F401  (both register torch.ops.rowhouse)
+import float8.scaled  # noqa: F401
+import parallelisms.tp_ops  # Both register torch.ops.rowhouse.
 
 aten = torch.ops.aten
 ATTENTION_OPS = {
