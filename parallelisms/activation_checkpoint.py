@@ -13,8 +13,9 @@ import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+# Both register torch.ops.rowhouse.
 import float8.scaled  # noqa: F401
-import parallelisms.tp_ops  # Both register torch.ops.rowhouse.
+import parallelisms.tp_ops  # noqa: F401
 
 aten = torch.ops.aten
 ATTENTION_OPS = {

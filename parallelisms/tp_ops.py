@@ -14,14 +14,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_group_size_by_name
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from float8.scaled import Float8Rows, check_rows, scaled_mm
 
+try:
+    from torch.distributed import all_gather_single, reduce_scatter_single
+except ImportError:  # Their names until torch 2.12.
+    from torch.distributed import all_gather_into_tensor as all_gather_single
+    from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
 symm_mem = torch.ops.symm_mem
-c10d = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
@@ -67,19 +73,30 @@ def record(layer: str, kind: str, group: str, *gathered: Tensor, scattered: int 
 
 
 def ranks_of(group: str) -> int:
-    return _get_group_size_by_name(group)  # type: ignore[arg-type]  # Its own type for names is newer than 2.11.
+    return process_group(group).size()
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # Its own type for names is newer than 2.11.
+
+
+# The collectives below wait where they are called: functional ones, whose results are waited for later, crashed with
+# gloo on a GPU (SIGSEGV, torch 2.11).
 
 
 def all_gather(x: Tensor, group: str) -> Tensor:
     """(rows, ...) -> (ranks * rows, ...). Moves float8 as bytes: gloo knows no float8."""
     moved = x.contiguous().view(torch.uint8) if x.element_size() == 1 else x.contiguous()
-    out = c10d.wait_tensor(c10d.all_gather_into_tensor(moved, ranks_of(group), group))
+    out = moved.new_empty((ranks_of(group) * x.shape[0], *x.shape[1:]))
+    all_gather_single(out, moved, group=process_group(group))
     return out.view(x.dtype)
 
 
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
     """(ranks * rows, ...) -> (rows, ...), summed over the ranks."""
-    return c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), "sum", ranks_of(group), group))
+    out = x.new_empty((x.shape[0] // ranks_of(group), *x.shape[1:]))
+    reduce_scatter_single(out, x.contiguous(), group=process_group(group))
+    return out
 
 
 @torch.library.custom_op("rowhouse::gather", mutates_args=())
@@ -114,7 +131,9 @@ def _(x: Tensor, group: str, layer: str) -> Tensor:
 def all_reduce(x: Tensor, op: str, group: str, layer: str) -> Tensor:
     """The "sum" or "max" of x over the ranks."""
     record(layer, f"all_reduce {op}", group, scattered=2 * x.nbytes)
-    return c10d.wait_tensor(c10d.all_reduce(x, op, group))
+    out = x.clone()
+    dist.all_reduce(out, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=process_group(group))
+    return out
 
 
 @all_reduce.register_fake

@@ -54,6 +54,8 @@ def collectives(graph: fx.Graph) -> tuple[Counter[str], Counter[str]]:
         if node.op == "call_function" and str(node.target).startswith("rowhouse."):
             assert node.users, f"{node.target} is dangling"
             arguments = {a.name: value for a, value in zip(node.target._schema.arguments, node.args, strict=True)}
+            if "layer" not in arguments:  # A matmul alone.
+                continue
             (fused if arguments.get("fused") else plain)[arguments["layer"]] += 1
         else:
             assert "c10d" not in str(node.target), f"a collective of someone else's: {node.target}"

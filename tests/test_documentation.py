@@ -1,0 +1,81 @@
+"""The documentation speaks of what is there: links, make targets, flags, configuration files; its reference is current."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from config import CONFIGS, JobConfig
+from scripts.configuration_reference import PAGE, page
+from settings import sections_of
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+FLAGS = {f"{name}.{key}" for name, section in sections_of(JobConfig).items() for key in section.__dataclass_fields__}
+FLAGS.add("section.key")  # How the pages speak of any of them.
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """What a heading can be linked by: lower case, hyphens for spaces, nothing else but letters and digits."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def wrong_links(path: Path, text: str) -> list[str]:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCED.sub("", text)):
+        if re.match(r"\w+:", link):
+            continue  # Of the web.
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if file and not target.exists():
+            wrong.append(link)
+        elif anchor and anchor not in anchors(target.read_text() if file else text):
+            wrong.append(link)
+    return wrong
+
+
+def wrong_names(text: str) -> list[str]:
+    """Make targets, flags and configuration files that are not there."""
+    code = "\n".join([*FENCED.findall(text), *re.findall(r"`[^`\n]+`", text)])
+    targets = re.findall(r"(?:^ *\$? *|`|&& )make +([a-z][\w-]*)", code, re.MULTILINE)
+    flags = re.findall(r"--(\w+\.\w+)", text)
+    configs = re.findall(r"configs/([\w.-]+\.toml)|--config[ =]([\w.-]+\.toml)", text)
+    return [
+        *(f"make {name}" for name in targets if name not in TARGETS),
+        *(f"--{name}" for name in flags if name not in FLAGS),
+        *(a or b for a, b in configs if not (CONFIGS / (a or b)).is_file()),
+    ]
+
+
+def test_the_configuration_reference_is_current() -> None:
+    assert PAGE.read_text() == page(), "run make docs"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_speaks_of_what_is_there(path: Path) -> None:
+    text = path.read_text()
+    assert wrong_links(path, text) == []
+    assert wrong_names(text) == []
+
+
+def test_what_is_not_there_is_found() -> None:
+    text = """# A page
+See [this](#a-page), [that](#b-page), [the code](trainer.py), [no code](trainr.py), [the web](https://example.org/x).
+Run `make train`, or `make trian ARGS=x`; make sure that it runs.
+```
+make tset
+torchrun train.py --config debug.toml --training.seq_len 4 --training.seq_lenn 4
+torchrun train.py --config debgu.toml, which is configs/debug.toml and not configs/llama9b.toml
+```
+"""
+    assert wrong_links(ROOT / "PAGE.md", text) == ["#b-page", "trainr.py"]
+    assert sorted(wrong_names(text)) == [
+        "--training.seq_lenn",
+        "debgu.toml",
+        "llama9b.toml",
+        "make trian",
+        "make tset",
+    ]
