@@ -51,8 +51,10 @@ def select_linears(model: nn.Module, config: Float8Config) -> Selection:
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     if config.recipe_name is None:
         return Selection([], {})
+    # A tied head is the embedding's weight: never float8, so a filter that names it has its way.
+    tied = ["output"] if getattr(model, "output", model) is None else []
     for pattern in config.filter_fqns:
-        if not any(pattern in name for name in linears):
+        if not any(pattern in name for name in [*linears, *tied]):
             raise UserError(
                 f'float8.filter_fqns: "{pattern}" matches none of the linear layers '
                 f"({', '.join(sorted({n.split('.')[-1] for n in linears}))}): correct or remove it"
@@ -74,7 +76,8 @@ def select_linears(model: nn.Module, config: Float8Config) -> Selection:
             f"float8.recipe_name: {config.recipe_name} applies to no layer; all are left out: "
             f"{'; '.join(sorted(set(left.values())))}: change float8.filter_fqns or set float8.recipe_name to none"
         )
-    return Selection([name for name in linears if name not in left], left)
+    chosen = [name for name in linears if name not in left]
+    return Selection(chosen, left | dict.fromkeys(tied, "tied to the embedding"))
 
 
 def convert_with_torchao(model: nn.Module, config: Float8Config, chosen: list[str]) -> None:

@@ -1,5 +1,6 @@
 """Starts ranks on this machine: one launch, many cases."""
 
+import faulthandler
 import os
 import socket
 import traceback
@@ -31,6 +32,7 @@ def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], 
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(device), LOCAL_WORLD_SIZE=str(world_size)
     )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    faulthandler.enable()  # A crash in a library says where.
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(device)

@@ -1,8 +1,8 @@
 """The gradients of one global batch do not depend on how it is computed.
 
-One batch, one set of initial weights: activation checkpointing modes, 1 / 2 / 4 ranks, HSDP, accumulation in 1 / 2 / 4
-micro-batches, reshard modes, compile, and float8. The reference is one process, one micro-batch, nothing
-applied, in float32; a second one in float64 gives the floor: what float32's own rounding costs.
+One batch, one set of initial weights: activation checkpointing modes, 1 / 2 / 4 ranks, HSDP, tensor parallelism,
+accumulation in 1 / 2 / 4 micro-batches, reshard modes, compile, and float8. The reference is one process, one
+micro-batch, nothing applied, in float32; a second one in float64 gives the floor: what float32's own rounding costs.
 """
 
 import copy
@@ -38,6 +38,11 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "reshard never": ("--parallelism.fsdp_reshard_after_forward never", (2,)),
     "HSDP 2 x 2": ("--parallelism.data_parallel_replicate_degree 2", (4,)),
     "HSDP 4 x 1": ("--parallelism.data_parallel_replicate_degree 4", (4,)),
+    "TP 2": ("--parallelism.tensor_parallel_degree 2 --training.local_batch_size 8", (2,)),
+    "TP 2 x FSDP 2": ("--parallelism.tensor_parallel_degree 2 --training.local_batch_size 4", (4,)),
+    "TP 4, AC full": (
+        "--parallelism.tensor_parallel_degree 4 --training.local_batch_size 8 --activation_checkpoint.mode full", (4,)
+    ),
     "AC selective op, compiled": ("--activation_checkpoint.mode selective --compile.enable", (1,)),
     "AC memory budget, compiled": ("--activation_checkpoint.mode memory_budget --compile.enable", (1,)),
 }  # fmt: skip

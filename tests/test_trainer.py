@@ -38,7 +38,7 @@ def base(data: Path) -> list[str]:
 
 
 def write_text(folder: Path) -> None:
-    """40 documents, of about 60 tokens each on average: 9 steps."""
+    """40 documents of 10 to 109 words: once through takes 8 steps."""
     rng = random.Random(0)
     folder.mkdir()
     for i in range(40):
@@ -46,7 +46,7 @@ def write_text(folder: Path) -> None:
 
 
 def run(folder: Path, flags: str = "") -> Trainer:
-    """A whole run in `folder`, whose parent holds the data; the first rank's log goes to its log.txt."""
+    """A whole run in `folder`; the data are beside its parent. The first rank's log goes to its log.txt."""
     argv = [*base(folder.parent.parent / "text"), *flags.split(), "--job.dump_folder", str(folder)]
     trainer = Trainer(load_config(argv, dist.get_world_size()), torch.device("cpu"))
     handler = logging.FileHandler(folder / "log.txt") if dist.get_rank() == 0 else logging.NullHandler()
@@ -82,8 +82,8 @@ def runs_on_one_rank(folder: Path) -> None:
     run(folder / "all of the data once", "--training.epochs 1 --training.steps 100")
     shutil.copytree(folder / "all of the data once", folder / "and again")
     run(folder / "and again", "--training.epochs 1 --training.steps 100")
-    validates_all = f"--validation.enable --validation.steps -1 --validation.dataset text --validation.dataset_path "
-    run(folder / "validates all", f"{validates_all}{folder.parent / 'text'} --validation.freq 6")
+    all_once = f"--validation.steps -1 --validation.dataset text --validation.dataset_path {folder.parent / 'text'}"
+    run(folder / "validates all", f"--validation.enable {all_once} --validation.freq {STEPS}")
     # With eps so far above any gradient, a step of AdamW moves the weights by lr * gradient / eps.
     for max_norm in (0, 1e9, 1e-2):
         steps = "--training.steps 1 --optimizer.eps 1e3 --optimizer.lr 1e3 --optimizer.weight_decay 0"
@@ -183,8 +183,8 @@ def test_the_number_of_ranks_changes_no_more_than_roundings(runs: Runs, ranks: i
     assert len(other) == STEPS
     for a, b in zip(one, other, strict=True):
         assert (a["lr"], a["tokens_seen"]) == (b["lr"], b["tokens_seen"])
-        print(a["step"], a["loss"] / b["loss"] - 1, a["grad_norm"] / b["grad_norm"] - 1)
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-6)
+        # On a CPU, torch's float32 norm of a matrix of the head's size is itself off by 5e-5.
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
@@ -221,7 +221,7 @@ def test_another_seed_is_another_run(runs: Runs) -> None:
 def test_a_run_ends_where_its_data_does(runs: Runs) -> None:
     name = "all of the data once"
     steps = len(runs.training(1, name))
-    assert 5 < steps < 15
+    assert steps == 8
     assert f"the data ends after step {steps}" in runs.log(1, name)
     assert runs.checkpoints(1, name) == [f"step-{steps}"]
     assert runs.training(1, name)[-1]["tokens_seen"] == steps * LANES * SEQ_LEN
@@ -232,17 +232,22 @@ def test_a_run_ends_where_its_data_does(runs: Runs) -> None:
     assert runs.checkpoints(1, "and again") == runs.checkpoints(1, name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["some", "none"])
-def test_the_loss_is_the_mean_over_the_valid_tokens_of_the_global_batch(runs: Runs, ranks: int, name: str) -> None:
-    inputs, labels = uneven_batch()[name]
-    found = torch.load(runs.folder / f"{ranks} ranks" / f"uneven {name}.pt")
+def plain_model(runs: Runs) -> Llama:
+    """With the weights that all runs begin with, and nothing applied."""
     config = load_config(base(runs.folder / "text"), 1)
     with torch.device("meta"):
         model = Llama(config.model.shape(), SEQ_LEN)
     model.to_empty(device="cpu")
     model.init_weights(config.debug.seed, torch.device("cpu"))
-    model.double()
+    return model
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["some", "none"])
+def test_the_loss_is_the_mean_over_the_valid_tokens_of_the_global_batch(runs: Runs, ranks: int, name: str) -> None:
+    inputs, labels = uneven_batch()[name]
+    found = torch.load(runs.folder / f"{ranks} ranks" / f"uneven {name}.pt")
+    model = plain_model(runs).double()
     loss = F.cross_entropy(model(inputs), labels.flatten(), ignore_index=IGNORE_INDEX)
     loss.backward()
     assert found["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -259,21 +264,14 @@ def test_every_line_has_its_measurements(runs: Runs) -> None:
             assert 0 <= line["data_share"] <= 1
             # Of the global batch, also right after a resume and where ranks share their tokens.
             assert line["tokens_seen"] == line["step"] * LANES * SEQ_LEN
-    # A rank's tokens a second: 2 ranks have half of the batch each.
-    for ranks, name in ((1, "whole"), (2, "whole"), (1, "for tensor parallel")):
+    # A rank's tokens a second: 2 ranks have half of the batch each, also where they share it by tensor parallelism.
+    for ranks, name, sharing in ((1, "whole", 1), (2, "whole", 2), (1, "for tensor parallel", 2)):
         line = runs.lines(ranks, name)[-1]
-        sharing = 1 if (ranks, name) == (1, "whole") else 2
-        tokens = line["tokens_per_second"] * line["step_seconds"]
-        assert tokens == pytest.approx(LANES * SEQ_LEN / sharing)
+        assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(LANES * SEQ_LEN / sharing)
 
 
 def test_gradients_are_clipped_to_the_norm(runs: Runs) -> None:
-    config = load_config(base(runs.folder / "text"), 1)
-    with torch.device("meta"):
-        model = Llama(config.model.shape(), SEQ_LEN)
-    model.to_empty(device="cpu")
-    model.init_weights(config.debug.seed, torch.device("cpu"))
-    start = {name: p.detach() for name, p in model.named_parameters()}
+    start = {name: p.detach() for name, p in plain_model(runs).named_parameters()}
     moved, norms = {}, {}
     for max_norm in ("0", "1e+09", "0.01"):
         after = torch.load(runs.folder / "1 ranks" / f"max_norm {max_norm}" / "weights.pt")
