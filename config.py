@@ -151,6 +151,8 @@ class JobConfig:
     def problems(self, world_size: int) -> list[tuple[str, str]]:
         """Combinations that cannot work with this many ranks: (section.key, what is wrong; what to do)."""
         found = []
+        if min(self.parallelism.data_parallel_replicate_degree, self.parallelism.tensor_parallel_degree) < 1:
+            return []  # The section says so; nothing can be told of a mesh without a size.
         replicate, shard, tp = self.parallelism.degrees(world_size)
         if replicate * shard * tp != world_size:
             text = (
@@ -168,7 +170,9 @@ class JobConfig:
                     f"ranks ({replicate * shard}) = {micro_batch}; the nearest that is: {nearest_lanes}"
                 )
                 found.append(("training.global_batch_size", text))
-        found += self.tensor_parallel_problems(tp)
+        found += self.token_problems(tp)
+        if tp > 1:
+            found += self.tensor_parallel_problems(tp)
         compiles_model = self.compile.enable and "model" in self.compile.components
         if self.activation_checkpoint.mode == "memory_budget" and not compiles_model:
             text = 'memory_budget is carried out by the compiler; set compile.enable with "model", or another mode'
@@ -181,10 +185,27 @@ class JobConfig:
             found.append(("optimizer.implementation", text))
         return found
 
+    def token_problems(self, tp: int) -> list[tuple[str, str]]:
+        """Batches whose tokens the float8 matmuls, or the tensor parallel ranks, cannot take."""
+        # 16: the float8 kernels' alignment, and that of the row scales' slices inside a fused gather.
+        if tp == 1 and (self.float8.recipe_name is None or self.float8.backend_of_recipe == "torchao"):
+            return []
+        batches = {"training": self.training.local_batch_size}
+        if self.validation.enable:
+            batches["validation"] = self.validation.local_batch_size
+        split = f"split over {tp} tensor parallel ranks in multiples of 16" if tp > 1 else "multiplied in float8"
+        return [
+            (
+                f"{section}.local_batch_size",
+                f"{sequences} x training.seq_len {self.training.seq_len} tokens cannot be {split}; make the product a "
+                f"multiple of {16 * tp}",
+            )
+            for section, sequences in batches.items()
+            if sequences * self.training.seq_len % (16 * tp)
+        ]
+
     def tensor_parallel_problems(self, tp: int) -> list[tuple[str, str]]:
         """What cannot be split over `tp` ranks, and what does not work split."""
-        if tp <= 1:
-            return []
         key, found = "parallelism.tensor_parallel_degree", []
         shape = self.model.shape()
         # Key and value heads are not copied to several ranks: a degree above their number is refused too.
@@ -199,17 +220,6 @@ class JobConfig:
                 if what == "vocabulary rows":
                     text += f", or set model.vocab_size to {-(-size // tp) * tp}"
                 found.append((key, text))
-        batches = [("training", self.training.local_batch_size)]
-        if self.validation.enable:
-            batches.append(("validation", self.validation.local_batch_size))
-        for section, sequences in batches:
-            # 16: the float8 matmuls' alignment, and that of the row scales' slices inside a fused gather.
-            if sequences * self.training.seq_len % (16 * tp):
-                text = (
-                    f"{sequences} x training.seq_len {self.training.seq_len} tokens cannot be split over {tp} tensor "
-                    f"parallel ranks in multiples of 16; make the product a multiple of {16 * tp}"
-                )
-                found.append((f"{section}.local_batch_size", text))
         if self.float8.recipe_name is not None and self.float8.backend_of_recipe == "torchao":
             text = f'{self.float8.recipe_name} by torchao does not work with tensor parallelism; take "rowwise" or '
             text += '"rowwise_with_gw_hp" with float8.backend "auto", or tensor_parallel_degree 1'

@@ -85,44 +85,35 @@ class ColumnLinears(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, recipe: str | None, group: str, fused: bool, layer: str, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.recipe, ctx.group, ctx.fused, ctx.layer, ctx.dtype = recipe, group, fused, layer, x.dtype
+        ctx.recipe, ctx.group, ctx.fused, ctx.layer = recipe, group, fused, layer
         if recipe is None:
             ctx.save_for_backward(x, *weights)
             return tuple(tp_ops.gather_matmul(x, [w.t() for w in weights], group, fused, layer, False))
         xq = quantise_rows(x)
-        saved = (x, x) if recipe == "rowwise_with_gw_hp" else (xq.data, xq.scale)
-        ctx.save_for_backward(*saved, *weights)
-        wqs = [quantise_rows(w) for w in weights]
-        if not group:
-            return tuple(scaled_mm(xq, wq, x.dtype) for wq in wqs)
-        data, scales = [wq.data for wq in wqs], [wq.scale for wq in wqs]
-        return tuple(tp_ops.gather_scaled_matmul(xq.data, xq.scale, data, scales, x.dtype, group, fused, layer, False))
+        ctx.save_for_backward(*((xq.data, xq.scale) if recipe == "rowwise" else (x,)), *weights)
+        outs, _ = gather_times(xq, [quantise_rows(w) for w in weights], x.dtype, group, fused, layer)
+        return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group, fused, layer = ctx.group, ctx.fused, ctx.layer + " backward"
         # A sum of matmuls is one matmul over the columns side by side.
         g = torch.cat(grads, dim=1)
-        if ctx.recipe is None:
-            x, *weights = ctx.saved_tensors
-            x_full = tp_ops.gather(x, g, group, layer)
-            dx = tp_ops.matmul_scatter(g, torch.cat(weights), group, fused, layer)
-            dw = g.t() @ x_full
+        if ctx.recipe == "rowwise":
+            data, scale, *weights = ctx.saved_tensors
+            gq = quantise_rows(g)
+            dx = times_scatter(gq, quantise_columns(torch.cat(weights)), g.dtype, group, fused, layer)
+            xq = Float8Rows(gather(data, g, group, layer), gather(scale, g, group, layer))
+            dw = scaled_mm(columns_from_rows(gq), columns_from_rows(xq), g.dtype)
         else:
-            saved, saved_scale, *weights = ctx.saved_tensors
-            gq, wq = quantise_rows(g), quantise_columns(torch.cat(weights))
-            if not group:
-                dx = scaled_mm(gq, wq, ctx.dtype)
+            x, *weights = ctx.saved_tensors
+            if ctx.recipe is None:
+                dx = tp_ops.matmul_scatter(g, torch.cat(weights), group, fused, layer)
             else:
-                dx = tp_ops.scaled_matmul_scatter(gq.data, gq.scale, wq.data, wq.scale, ctx.dtype, group, fused, layer)
-            x_full = tp_ops.gather(saved, g, group, layer) if group else saved
-            if ctx.recipe == "rowwise_with_gw_hp":
-                dw = g.t() @ x_full
-            else:
-                scale = tp_ops.gather(saved_scale, g, group, layer) if group else saved_scale
-                dw = scaled_mm(columns_from_rows(gq), columns_from_rows(Float8Rows(x_full, scale)), ctx.dtype)
-        dws = dw.split([w.shape[0] for w in weights])
-        return dx, None, None, None, None, *dws
+                wq = quantise_columns(torch.cat(weights))
+                dx = times_scatter(quantise_rows(g), wq, g.dtype, group, fused, layer)
+            dw = g.t() @ gather(x, g, group, layer)
+        return dx, None, None, None, None, *dw.split([w.shape[0] for w in weights])
 
 
 class RowLinear(torch.autograd.Function):
@@ -130,39 +121,52 @@ class RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, recipe: str | None, group: str, fused: bool, layer: str, weight: Tensor) -> Tensor:
-        ctx.recipe, ctx.group, ctx.fused, ctx.layer, ctx.dtype = recipe, group, fused, layer, x.dtype
+        ctx.recipe, ctx.group, ctx.fused, ctx.layer = recipe, group, fused, layer
         if recipe is None:
-            ctx.save_for_backward(x, x, weight)
+            ctx.save_for_backward(x, weight)
             return tp_ops.matmul_scatter(x, weight.t(), group, fused, layer)
-        xq, wq = quantise_rows(x), quantise_rows(weight)
-        saved = (x, x) if recipe == "rowwise_with_gw_hp" else (xq.data, xq.scale)
-        ctx.save_for_backward(*saved, weight)
-        if not group:
-            return scaled_mm(xq, wq, x.dtype)
-        return tp_ops.scaled_matmul_scatter(xq.data, xq.scale, wq.data, wq.scale, x.dtype, group, fused, layer)
+        xq = quantise_rows(x)
+        ctx.save_for_backward(*((xq.data, xq.scale) if recipe == "rowwise" else (x,)), weight)
+        return times_scatter(xq, quantise_rows(weight), x.dtype, group, fused, layer)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         group, fused, layer = ctx.group, ctx.fused, ctx.layer + " backward"
-        saved, saved_scale, weight = ctx.saved_tensors
+        *saved, weight = ctx.saved_tensors
         if ctx.recipe is None:
             dx, g_full = tp_ops.gather_matmul(g, [weight], group, fused, layer, True)
-            return dx, None, None, None, None, g_full.t() @ saved
-        gq, wq = quantise_rows(g), quantise_columns(weight)
-        if not group:
-            dx = scaled_mm(gq, wq, ctx.dtype)
-        elif ctx.recipe == "rowwise_with_gw_hp":
-            (dx,) = tp_ops.gather_scaled_matmul(
-                gq.data, gq.scale, [wq.data], [wq.scale], ctx.dtype, group, fused, layer, False
-            )
+            return dx, None, None, None, None, g_full.t() @ saved[0]
+        # The gathered float8 gradient serves its own weight gradient too.
+        keep = ctx.recipe == "rowwise"
+        wq = quantise_columns(weight)
+        (dx,), gq_full = gather_times(quantise_rows(g), [wq], g.dtype, group, fused, layer, keep)
+        if keep:
+            dw = scaled_mm(columns_from_rows(gq_full), columns_from_rows(Float8Rows(*saved)), g.dtype)
         else:
-            dx, data, scale = tp_ops.gather_scaled_matmul(
-                gq.data, gq.scale, [wq.data], [wq.scale], ctx.dtype, group, fused, layer, True
-            )
-            gq = Float8Rows(data, scale)
-        if ctx.recipe == "rowwise_with_gw_hp":
-            g_full = tp_ops.gather(g.contiguous(), g, group, layer) if group else g
-            dw = g_full.t() @ saved
-        else:
-            dw = scaled_mm(columns_from_rows(gq), columns_from_rows(Float8Rows(saved, saved_scale)), ctx.dtype)
+            dw = gather(g, g, group, layer).t() @ saved[0]
         return dx, None, None, None, None, dw
+
+
+# The same on one rank (`group` is empty: nothing to gather or to scatter) and on several.
+
+
+def gather(x: Tensor, g: Tensor, group: str, layer: str) -> Tensor:
+    return tp_ops.gather(x, g, group, layer) if group else x
+
+
+def gather_times(
+    xq: Float8Rows, wqs: list[Float8Rows], dtype: torch.dtype, group: str, fused: bool, layer: str, keep: bool = False
+) -> tuple[list[Tensor], Float8Rows]:
+    """(gather(x) @ w_i.T for each, gather(x)); without `keep` x itself in the place of the latter."""
+    if not group:
+        return [scaled_mm(xq, wq, dtype) for wq in wqs], xq
+    data, scales = [wq.data for wq in wqs], [wq.scale for wq in wqs]
+    outs = tp_ops.gather_scaled_matmul(xq.data, xq.scale, data, scales, dtype, group, fused, layer, keep)
+    return outs[: len(wqs)], Float8Rows(*outs[len(wqs) :]) if keep else xq
+
+
+def times_scatter(xq: Float8Rows, wq: Float8Rows, dtype: torch.dtype, group: str, fused: bool, layer: str) -> Tensor:
+    """scatter(x @ w.T)"""
+    if not group:
+        return scaled_mm(xq, wq, dtype)
+    return tp_ops.scaled_matmul_scatter(xq.data, xq.scale, wq.data, wq.scale, dtype, group, fused, layer)

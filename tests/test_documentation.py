@@ -1,4 +1,4 @@
-"""The documentation speaks of what is there: links, make targets, flags, configuration files; its reference is current."""
+"""The documentation speaks of what is there: links, make targets, flags, configurations. Its reference is current."""
 
 import re
 from pathlib import Path
@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 FLAGS = {f"{name}.{key}" for name, section in sections_of(JobConfig).items() for key in section.__dataclass_fields__}
 FLAGS.add("section.key")  # How the pages speak of any of them.
+FLAGS |= {"model.converters", "quantize.linear"}  # torchtitan's, in the measurements.
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 
@@ -30,9 +31,8 @@ def wrong_links(path: Path, text: str) -> list[str]:
             continue  # Of the web.
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
-        if file and not target.exists():
-            wrong.append(link)
-        elif anchor and anchor not in anchors(target.read_text() if file else text):
+        is_there = not file or target.exists()
+        if not is_there or (anchor and anchor not in anchors(target.read_text() if file else text)):
             wrong.append(link)
     return wrong
 
@@ -59,6 +59,13 @@ def test_a_page_speaks_of_what_is_there(path: Path) -> None:
     text = path.read_text()
     assert wrong_links(path, text) == []
     assert wrong_names(text) == []
+
+
+def test_the_pages_that_the_code_points_to_are_there() -> None:
+    sources = [f for depth in ("*.py", "*/*.py", "*/*/*.py") for f in ROOT.glob(depth)]
+    own = [f for f in sources if not f.relative_to(ROOT).parts[0].startswith((".", "tests"))]
+    named = {name for f in own for name in re.findall(r"docs/[\w-]+\.md", f.read_text())}
+    assert named and not [name for name in named if not (ROOT / name).is_file()]
 
 
 def test_what_is_not_there_is_found() -> None:

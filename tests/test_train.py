@@ -1,4 +1,4 @@
-"""The command line as a user meets it: what is wrong is told in sentences with exit status 2, and a run leaves its files.
+"""The command line as a user meets it: what is wrong is told in sentences, with status 2; a run leaves its files.
 
 Each case is a process of its own, so several claims share one.
 """

@@ -1,4 +1,4 @@
-"""Which linears become float8, what is said where a filter or a shape leaves them out, and what every recipe computes."""
+"""Which linears become float8, what is said of those that a filter or a shape leaves out, what each recipe computes."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ SEQ_LEN = 32
 BLOCK_LINEARS = 7
 
 # Rounding to e4m3, of 3 mantissa bits, leaves a relative error of 0.0263 (tests/float8/test_quantise.py), and a matmul
-# with two such operands one of sqrt(2) times that. torchao's tensorwise rounds gradients to e5m2, of 2 bits: twice that.
+# with two such operands one of sqrt(2) times that. torchao's tensorwise rounds gradients to e5m2, of 2 mantissa bits:
+# twice that.
 ROUNDING = 0.0263
 FLOOR = ROUNDING * 2**0.5
 # From the tokens to the loss there are 4 float8 matmuls in series in a block (q k v, wo, w1 w3, w2), and as many on the

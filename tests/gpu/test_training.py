@@ -30,11 +30,11 @@ PRECISIONS = {
 
 def train(folder: Path, flags: str) -> list[float]:
     """The losses of steps 1 to STEPS, or to where `flags` stop the run; one a line of metrics.jsonl."""
-    command = [
-        sys.executable, "train.py", "--config", "debug.toml", "--job.dump_folder", str(folder),
-        *f"--training.steps {STEPS} --lr_scheduler.warmup_steps 0 --lr_scheduler.total_steps 100".split(),
-        *"--metrics.log_freq 1 --validation.enable false --metrics.enable_tensorboard false".split(), *flags.split(),
-    ]  # fmt: skip
+    common = (
+        f"--config debug.toml --training.steps {STEPS} --lr_scheduler.warmup_steps 0 --lr_scheduler.total_steps 100 "
+        "--metrics.log_freq 1 --validation.enable false --metrics.enable_tensorboard false"
+    )
+    command = [sys.executable, "train.py", "--job.dump_folder", str(folder), *common.split(), *flags.split()]
     # Alone in its world, whatever this process was started by.
     env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
