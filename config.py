@@ -117,6 +117,9 @@ class DebugConfig:
     deterministic: bool = False
     """Deterministic kernels only, at some cost in speed."""
 
+    def problems(self) -> list[tuple[str, str]]:
+        return [] if 0 <= self.seed < 2**63 else [("seed", f"{self.seed} is no seed; give 0 to 2**63 - 1")]
+
 
 def dataset_problems(dataset: str, path: str | None) -> list[tuple[str, str]]:
     if dataset not in DATASETS:
@@ -151,19 +154,15 @@ class JobConfig:
     def problems(self, world_size: int) -> list[tuple[str, str]]:
         """Combinations that cannot work with this many ranks: (section.key, what is wrong; what to do)."""
         found = []
-        if min(self.parallelism.data_parallel_replicate_degree, self.parallelism.tensor_parallel_degree) < 1:
-            return []  # The section says so; nothing can be told of a mesh without a size.
         replicate, shard, tp = self.parallelism.degrees(world_size)
-        if replicate * shard * tp != world_size:
-            text = (
-                f"{replicate} replicas x {shard} shards (data_parallel_shard_degree) x {tp} tensor parallel are not "
-                f"the {world_size} ranks that run; change one of them, or set the shard degree to -1"
-            )
-            found.append(("parallelism.data_parallel_replicate_degree", text))
-        else:
+        if self.parallelism.problems():
+            pass  # The section says what; nothing can be told of a mesh without a size.
+        elif replicate * shard * tp != world_size:
+            found.append(self.degrees_problem(replicate, shard, tp, world_size))
+        elif self.training.local_batch_size >= 1 and self.training.lanes(replicate * shard) >= 1:
             micro_batch = self.training.local_batch_size * replicate * shard
             lanes = self.training.lanes(replicate * shard)
-            if self.training.local_batch_size > 0 and (lanes < 1 or lanes % micro_batch):
+            if lanes % micro_batch:
                 nearest_lanes = max(1, round(lanes / micro_batch)) * micro_batch
                 text = (
                     f"{lanes} is not a multiple of local_batch_size ({self.training.local_batch_size}) x data parallel "
@@ -179,16 +178,34 @@ class JobConfig:
             found.append(("activation_checkpoint.mode", text))
         if self.lr_scheduler.warmup_steps > self.schedule_steps:
             text = f"{self.lr_scheduler.warmup_steps} is more than the {self.schedule_steps} steps of the schedule"
-            found.append(("lr_scheduler.warmup_steps", f"{text}; lower it, or raise training.steps"))
+            length = "training.steps" if self.lr_scheduler.total_steps is None else "lr_scheduler.total_steps"
+            found.append(("lr_scheduler.warmup_steps", f"{text}; lower it, or raise {length}"))
         if self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
             text = "the parameters are in host memory (training.enable_cpu_offload); take foreach"
             found.append(("optimizer.implementation", text))
         return found
 
+    def degrees_problem(self, replicate: int, shard: int, tp: int, world_size: int) -> tuple[str, str]:
+        """The degrees do not make up the ranks: told at the key that was set."""
+        parts = {
+            "data_parallel_shard_degree": (shard, "shards"),
+            "tensor_parallel_degree": (tp, "tensor parallel ranks"),
+            "data_parallel_replicate_degree": (replicate, "replicas"),
+        }
+        product = " x ".join(f"{n} {what}" for n, what in parts.values() if n > 1) or "1 rank"
+        if self.parallelism.data_parallel_shard_degree == -1:
+            del parts["data_parallel_shard_degree"]
+            product = " x ".join(f"{n} {what}" for n, what in parts.values() if n > 1)
+            text = f"{product} do not divide the {world_size} ranks that run"
+        else:
+            text = f"{product} do not make the {world_size} ranks that run"
+        key = next(key for key, (n, _) in parts.items() if n > 1 or key == "data_parallel_replicate_degree")
+        return f"parallelism.{key}", f"{text}; change a degree, or start another number of ranks"
+
     def token_problems(self, tp: int) -> list[tuple[str, str]]:
         """Batches whose tokens the float8 matmuls, or the tensor parallel ranks, cannot take."""
         # 16: the float8 kernels' alignment, and that of the row scales' slices inside a fused gather.
-        if tp == 1 and (self.float8.recipe_name is None or self.float8.backend_of_recipe == "torchao"):
+        if tp < 1 or tp == 1 and (self.float8.recipe_name is None or self.float8.backend_of_recipe == "torchao"):
             return []
         batches = {"training": self.training.local_batch_size}
         if self.validation.enable:

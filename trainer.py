@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -49,6 +50,9 @@ class Trainer:
         self.step = 0
         self.tokens_seen = 0
         self.last_loss: float | None = None
+        self.unlogged: tuple[Tensor, Tensor, Tensor, Tensor, float] | None = None
+        """What `log` takes, of a step that has not been logged."""
+        self.data_ended = False
         self.writer: MetricsWriter | None = None
         self.clock = StepClock()
         self.start_logging()
@@ -225,6 +229,7 @@ class Trainer:
                 batch = self.next_batch(self.loader, config.training.epochs is not None)
                 if batch is None:
                     logger.info("the data ends after step %d", self.step)
+                    self.data_ended = True
                     break
                 self.step += 1
                 if self.step == first_step:
@@ -233,7 +238,7 @@ class Trainer:
                     self.train_step(*batch)
                 garbage.step(self.step)
                 profiler.step()
-                if config.validation.enable and (self.step % config.validation.freq == 0 or self.step == steps):
+                if config.validation.enable and self.step % config.validation.freq == 0:
                     with self.paused_clock():
                         self.validate()
                 saves_now = config.checkpoint.enable and self.step % config.checkpoint.interval == 0
@@ -241,6 +246,10 @@ class Trainer:
                     if self.step < steps:
                         self.checkpoints.maybe_save(self.step)
         if self.step >= first_step:
+            if self.unlogged is not None:
+                self.log(*self.unlogged)
+            if config.validation.enable and self.step % config.validation.freq != 0:
+                self.validate()
             self.checkpoints.save(self.step, last=True)
         self.report(first_step)
 
@@ -285,8 +294,9 @@ class Trainer:
 
         self.clock.step(labels.numel() * self.dp_degree // self.world_size)  # Tensor parallel ranks share their tokens.
         self.tokens_seen += labels.numel() * self.dp_degree
+        self.unlogged = (loss_sum, tokens, global_tokens, grad_norm, lr)
         if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.step == training.steps:
-            self.log(loss_sum, tokens, global_tokens, grad_norm, lr)
+            self.log(*self.unlogged)
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Adds the gradients of the mean loss over the global batch to the parameters.
@@ -308,6 +318,7 @@ class Trainer:
 
     def log(self, loss_sum: Tensor, tokens: Tensor, global_tokens: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Writes the metrics of this step and of the interval since the last one. Waits for the device."""
+        self.unlogged = None
         loss_max = loss_sum / tokens.clamp(min=1)
         loss_sum = loss_sum.clone()
         dist.all_reduce(loss_sum, group=self.dp_group)
@@ -379,10 +390,11 @@ class Trainer:
         config = self.config
         if self.rank != 0:
             return
+        raise_what = f"--training.epochs (now {config.training.epochs})" if self.data_ended else "--training.steps"
         if self.step < first_step:
             logger.info(
-                "nothing to do: step %d of %d is reached; raise --training.steps, or choose another --job.dump_folder",
-                self.step, config.training.steps,
+                "nothing to do after step %d of %d; raise %s, or choose another --job.dump_folder",
+                self.step, config.training.steps, raise_what,
             )  # fmt: skip
             return
         if self.last_loss is not None:
@@ -395,9 +407,11 @@ class Trainer:
             logger.info("TensorBoard: tensorboard --logdir %s", self.folder / config.metrics.save_tb_folder)
         if config.checkpoint.enable:
             logger.info("checkpoint: %s", self.folder / config.checkpoint.folder / f"step-{self.step}")
-            more = f"--training.steps {config.training.steps * 2}" if self.step == config.training.steps else ""
+            more = f"--training.steps {config.training.steps * 2}"
+            if self.data_ended:
+                more = f"--training.epochs {(config.training.epochs or 0) + 1}"
             how = f"torchrun --nproc-per-node {self.world_size} train.py" if self.world_size > 1 else "python train.py"
-            logger.info("to go on: %s --config %s %s", how, self.folder / "config.toml", more)
+            logger.info("to go on: %s --config %s %s", how, shlex.quote(str(self.folder / "config.toml")), more)
 
     def close(self) -> None:
         if self.writer is not None:

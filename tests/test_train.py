@@ -92,6 +92,6 @@ def test_a_run_leaves_its_files_and_is_done_once(tmp_path: Path) -> None:
 
     again = train("--config", folder / "config.toml")
     assert again.returncode == 0, again.stderr
-    assert "nothing to do: step 2 of 2 is reached; raise --training.steps" in again.stdout
+    assert "nothing to do after step 2 of 2; raise --training.steps" in again.stdout
     assert (folder / "metrics.jsonl").read_text() == metrics
     assert [path.name for path in (folder / "checkpoint").iterdir()] == ["step-2"]

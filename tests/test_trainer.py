@@ -228,6 +228,7 @@ def test_a_run_ends_where_its_data_does(runs: Runs) -> None:
     # Begun again, it says so, and leaves everything as it was.
     assert f"the data ends after step {steps}" in runs.log(1, "and again").split("to go on")[-1]
     assert "nothing to do" in runs.log(1, "and again")
+    assert "raise --training.epochs (now 1)" in runs.log(1, "and again")
     assert runs.lines(1, "and again") == runs.lines(1, name)
     assert runs.checkpoints(1, "and again") == runs.checkpoints(1, name)
 
