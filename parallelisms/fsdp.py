@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -74,9 +75,9 @@ def apply_fsdp(
         # Backward needs the last group again at once.
         units.append(([model.norm, model.output], reshard_after_forward == "always"))
     # Tied weights are used at both ends of the model: they stay in the root's unit, which is gathered throughout.
-    numel = {"all": sum(p.numel() for p in model.parameters()), "again": 0}
+    numel = {"all": elements(model), "again": 0}
     for modules, again in units:
-        numel["again"] += again * sum(p.numel() for module in modules for p in module.parameters())
+        numel["again"] += again * sum(elements(module) for module in modules)
         fully_shard(modules, **options, reshard_after_forward=again)
     fully_shard(model, **options)
     # torch's fused matmuls hand out views. Nothing here changes a tensor in place.
@@ -99,3 +100,8 @@ def apply_fsdp(
         all_gather_bytes=(numel["all"] + numel["again"]) * param_dtype.itemsize * ring,
         reduce_bytes=numel["all"] * reduce_dtype.itemsize * (ring + all_reduce),
     )
+
+
+def elements(module: nn.Module) -> int:
+    """Elements of the parameters that this rank and its shards hold: of a tensor parallel one the local part."""
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())

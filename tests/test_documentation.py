@@ -1,4 +1,4 @@
-"""The documentation speaks of what is there: links, make targets, flags, configurations. Its reference is current."""
+"""The documentation speaks of what is there: links, make targets, flags, files, scripts. Its reference is current."""
 
 import re
 from pathlib import Path
@@ -38,15 +38,17 @@ def wrong_links(path: Path, text: str) -> list[str]:
 
 
 def wrong_names(text: str) -> list[str]:
-    """Make targets, flags and configuration files that are not there."""
+    """Make targets, flags, configuration files and scripts that are not there."""
     code = "\n".join([*FENCED.findall(text), *re.findall(r"`[^`\n]+`", text)])
     targets = re.findall(r"(?:^ *\$? *|`|&& )make +([a-z][\w-]*)", code, re.MULTILINE)
     flags = re.findall(r"--(\w+\.\w+)", text)
     configs = re.findall(r"configs/([\w.-]+\.toml)|--config[ =]([\w.-]+\.toml)", text)
+    scripts = re.findall(r"-m (scripts(?:\.\w+)+)|(scripts/\w+)\.\w+", text)
     return [
         *(f"make {name}" for name in targets if name not in TARGETS),
         *(f"--{name}" for name in flags if name not in FLAGS),
         *(a or b for a, b in configs if not (CONFIGS / (a or b)).is_file()),
+        *(a or b for a, b in scripts if not list(ROOT.glob((a or b).replace(".", "/") + ".*"))),
     ]
 
 
@@ -76,6 +78,7 @@ Run `make train`, or `make trian ARGS=x`; make sure that it runs.
 make tset
 torchrun train.py --config debug.toml --training.seq_len 4 --training.seq_lenn 4
 torchrun train.py --config debgu.toml, which is configs/debug.toml and not configs/llama9b.toml
+python -m scripts.wire_bytes, python -m scripts.wire_byte, scripts/wire_bytes.py, scripts/slurm.sh
 ```
 """
     assert wrong_links(ROOT / "PAGE.md", text) == ["#b-page", "trainr.py"]
@@ -85,4 +88,6 @@ torchrun train.py --config debgu.toml, which is configs/debug.toml and not confi
         "llama9b.toml",
         "make trian",
         "make tset",
+        "scripts.wire_byte",
+        "scripts/slurm",
     ]

@@ -73,6 +73,11 @@ def runs_anywhere(folder: Path) -> None:
     per_rank = 4 // dist.get_world_size()
     still = f"{VALIDATION} --validation.freq 1 --validation.local_batch_size {per_rank} --training.steps 3"
     run(folder / "still", f"{still} --optimizer.lr 0")
+    # Nothing would log or validate the step at which the data end, step 8, but that they end.
+    seldom = f"--metrics.log_freq 5 {VALIDATION} --validation.freq 5"
+    run(folder / "once", f"--training.epochs 1 --training.steps 100 {seldom}")
+    run(folder / "once", "--training.epochs 2 --training.steps 12")
+    run(folder / "twice", "--training.epochs 2 --training.steps 12")
     uneven_labels(folder)
 
 
@@ -94,7 +99,8 @@ def runs_on_one_rank(folder: Path) -> None:
 def runs_on_two_ranks(folder: Path) -> None:
     runs_anywhere(folder)
     run(folder.parent / "1 ranks" / "for others")
-    run(folder.parent / "1 ranks" / "for tensor parallel", "--parallelism.tensor_parallel_degree 2")
+    for ranks in (1, 2):
+        run(folder.parent / f"{ranks} ranks" / "for tensor parallel", "--parallelism.tensor_parallel_degree 2")
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -176,9 +182,11 @@ def test_the_loss_falls(runs: Runs) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "whole"), (1, "for others"), (1, "for tensor parallel")])
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(2, "whole"), (1, "for others"), (1, "for tensor parallel"), (2, "for tensor parallel")]
+)
 def test_the_number_of_ranks_changes_no_more_than_roundings(runs: Runs, ranks: int, name: str) -> None:
-    # "for ..." are of 1 rank until step 3, and go on on 2: data parallel, tensor parallel.
+    # "for ..." are of `ranks` data parallel ranks until step 3, and go on on 2: data parallel, tensor parallel.
     one, other = runs.training(1, "whole"), runs.training(ranks, name)
     assert len(other) == STEPS
     for a, b in zip(one, other, strict=True):
@@ -231,6 +239,25 @@ def test_a_run_ends_where_its_data_does(runs: Runs) -> None:
     assert "raise --training.epochs (now 1)" in runs.log(1, "and again")
     assert runs.lines(1, "and again") == runs.lines(1, name)
     assert runs.checkpoints(1, "and again") == runs.checkpoints(1, name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_where_the_data_ends_is_logged_and_validated(runs: Runs, ranks: int) -> None:
+    lines = [line for line in runs.lines(ranks, "once") if line["step"] <= 8]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 5, 8]
+    assert [line["step"] for line in lines if "validation_loss" in line] == [5, 8]
+    whole = {line["step"]: line["loss"] for line in runs.training(ranks, "twice")}
+    assert all(line["loss"] == whole[line["step"]] for line in lines if "loss" in line)
+
+
+DROPS_A_BATCH = "a rank that has a batch when another has none hands it out, and its saved position is behind it"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.xfail(strict=True, reason=DROPS_A_BATCH))])
+def test_more_epochs_go_on_as_if_asked_for_from_the_start(runs: Runs, ranks: int) -> None:
+    twice = runs.training(ranks, "twice")
+    assert [line["step"] for line in twice] == list(range(1, 13))
+    assert [line for line in runs.training(ranks, "once") if line["step"] > 8] == twice[8:]
 
 
 def plain_model(runs: Runs) -> Llama:

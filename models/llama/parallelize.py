@@ -174,12 +174,9 @@ def collectives_table(
             f"parallelism.async_tensor_parallel_strict: not fused in every block: {', '.join(found.missing)}: turn "
             "parallelism.async_tensor_parallel_strict off to go on without"
         )
-    planned = 4 if parallelism.enable_async_tensor_parallel else 0
+    fused = found.fused.items() if parallelism.enable_async_tensor_parallel else ()
     return [
-        *(
-            Applied(f"fused per block, {name}", f"{planned} of 4", f"{count:g} of 4")
-            for name, count in found.fused.items()
-        ),
+        *(Applied(f"fused per block, {name}", "4 of 4", f"{count:g} of 4") for name, count in fused),
         Applied("run again by recomputation", "", f"{found.recomputed:g} per block"),
         Applied("sent by a rank per micro-batch", "", f"{found.sent / micro_batches / 2**20:,.1f} MiB"),
     ]

@@ -24,6 +24,9 @@ pytestmark = [
 PRECISIONS = {
     "bf16": "--training.mixed_precision_param bfloat16",
     "rowwise": "--training.mixed_precision_param bfloat16 --float8.recipe_name rowwise",
+    "rowwise by torchao": (
+        "--training.mixed_precision_param bfloat16 --float8.recipe_name rowwise --float8.backend torchao"
+    ),
     "tensorwise": "--training.mixed_precision_param bfloat16 --float8.recipe_name tensorwise",
 }
 

@@ -34,14 +34,18 @@ def budget_as_before() -> Iterator[None]:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is computed inside of it."""
+    """Counts what is computed inside of it, and lists the storages of the weights whose linears are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter = Counter()
+        self.multiplied: list[int] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[op] += 1
+        # x @ w.T takes a transposed weight; the input's gradient, g @ w, takes it as it lies.
+        if op in MATMUL_OPS and not args[1].is_contiguous():
+            self.multiplied.append(args[1].untyped_storage().data_ptr())
         return op(*args, **(kwargs or {}))
 
 
@@ -82,6 +86,18 @@ def test_each_mode_recomputes_what_it_says() -> None:
     }
     found = {case: kept_and_recomputed(mode=case[0], selective_ac_option=case[1])[1:] for case in expected}
     assert found == expected
+
+
+def test_every_second_matmul_is_kept_from_the_first_on() -> None:
+    # Their number alone does not tell which: backward does not need w2's output, kept or not.
+    model, _ = small_model(layers=1, mode="selective")
+    names = {p.untyped_storage().data_ptr(): name.split(".")[-2] for name, p in model.named_parameters()}
+    with Operations() as forward:
+        loss = model(torch.zeros((2, SEQ_LEN), dtype=torch.int64)).sum()
+    with Operations() as backward:
+        loss.backward()
+    found = [[names[at] for at in operations.multiplied if at in names] for operations in (forward, backward)]
+    assert found == [["wq", "wk", "wv", "wo", "w1", "w3", "w2", "output"], ["wk", "wo", "w3"]]
 
 
 def test_more_recomputed_is_less_kept() -> None:

@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
+from float8.convert import Float8Config
 from models.llama.model import Llama
+from models.llama.parallelize import parallelize_llama
 from models.llama.shapes import LlamaShape
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpointing
 from parallelisms.compile import CompileConfig, compile_blocks
+from parallelisms.mesh import ParallelismConfig, build_meshes
 
 LAYERS, SEQ_LEN = 2, 32
 
@@ -64,6 +68,47 @@ def test_all_blocks_share_one_graph(mode: str) -> None:
     assert (backend.graphs, backend.runs) == (1, LAYERS)
     assert torch.allclose(logits, plain, rtol=1e-4, atol=1e-5)
     assert [name for name, _ in model.named_parameters()] == names
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def parallelized(recipe: str | None, compile: CompileConfig) -> Llama:
+    """The small model with all that a run applies to it, FSDP too."""
+    with torch.device("meta"):
+        model = Llama(LlamaShape(64, LAYERS, 4, 2, 96, vocab_size=128, head_dim=16), SEQ_LEN)
+    rows = parallelize_llama(
+        model,
+        build_meshes(ParallelismConfig(), torch.device("cpu")),
+        parallelism=ParallelismConfig(),
+        float8=Float8Config(recipe),  # type: ignore[arg-type]
+        activation_checkpoint=ActivationCheckpointConfig(),
+        compile=compile,
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        cpu_offload=False,
+    )
+    (compiled,) = (row.applied for row in rows if row.technique == "compile")
+    assert compiled == f"{LAYERS if compile.enable else 0} blocks"
+    model.to_empty(device="cpu")
+    model.init_weights(0, torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("recipe", [None, "rowwise", "rowwise_with_gw_hp"])
+def test_parallelized_blocks_share_one_graph(recipe: str | None, one_rank: None) -> None:
+    plain, backend = parallelized(recipe, CompileConfig()), Backend()
+    model = parallelized(recipe, CompileConfig(enable=True, backend=backend))  # type: ignore[arg-type]
+    logits = model(tokens(2))
+    # The same operations in the same order, in float8 too: the graph is run as it was captured.
+    assert torch.equal(logits, plain(tokens(2)))
+    logits.sum().backward()
+    model(tokens(2))
+    assert (backend.graphs, backend.runs) == (1, 2 * LAYERS)
 
 
 def test_batch_sizes_share_a_graph() -> None:
