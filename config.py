@@ -187,25 +187,19 @@ class JobConfig:
 
     def degrees_problem(self, replicate: int, shard: int, tp: int, world_size: int) -> tuple[str, str]:
         """The degrees do not make up the ranks: told at the key that was set."""
-        parts = {
-            "data_parallel_shard_degree": (shard, "shards"),
-            "tensor_parallel_degree": (tp, "tensor parallel ranks"),
-            "data_parallel_replicate_degree": (replicate, "replicas"),
-        }
-        product = " x ".join(f"{n} {what}" for n, what in parts.values() if n > 1) or "1 rank"
-        if self.parallelism.data_parallel_shard_degree == -1:
-            del parts["data_parallel_shard_degree"]
-            product = " x ".join(f"{n} {what}" for n, what in parts.values() if n > 1)
-            text = f"{product} do not divide the {world_size} ranks that run"
+        if self.parallelism.data_parallel_shard_degree != -1:
+            key, how = "data_parallel_shard_degree", "are not the"
+            product = f"{replicate} replicas x {shard} shards x {tp} tensor parallel"
         else:
-            text = f"{product} do not make the {world_size} ranks that run"
-        key = next(key for key, (n, _) in parts.items() if n > 1 or key == "data_parallel_replicate_degree")
-        return f"parallelism.{key}", f"{text}; change a degree, or start another number of ranks"
+            key = "tensor_parallel_degree" if tp > 1 else "data_parallel_replicate_degree"
+            product, how = f"{replicate} replicas x {tp} tensor parallel", "do not divide the"
+        text = f"{product} {how} {world_size} ranks that run; change a degree, or start another number of ranks"
+        return f"parallelism.{key}", text
 
     def token_problems(self, tp: int) -> list[tuple[str, str]]:
         """Batches whose tokens the float8 matmuls, or the tensor parallel ranks, cannot take."""
         # 16: the float8 kernels' alignment, and that of the row scales' slices inside a fused gather.
-        if tp < 1 or tp == 1 and (self.float8.recipe_name is None or self.float8.backend_of_recipe == "torchao"):
+        if tp < 1 or (tp == 1 and self.float8.recipe_name is None):
             return []
         batches = {"training": self.training.local_batch_size}
         if self.validation.enable:

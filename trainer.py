@@ -264,12 +264,12 @@ class Trainer:
     def next_batch(self, loader: BatchLoader, can_end: bool) -> tuple[Tensor, Tensor] | None:
         """The next (inputs, labels), both (rows, seq_len) on the host; None, on all ranks, when one has no more."""
         with self.clock.waiting_for_data():
-            batch = next(loader, None)
             if can_end:
-                has_more = torch.tensor(batch is not None, dtype=torch.int32)
-                dist.all_reduce(has_more, dist.ReduceOp.MIN)
-                batch = batch if has_more else None
-        return batch
+                has_next = torch.tensor(loader.has_next(), dtype=torch.int32)
+                dist.all_reduce(has_next, dist.ReduceOp.MIN)
+                if not has_next:
+                    return None
+            return next(loader)
 
     def first_step(self, inputs: Tensor, labels: Tensor) -> None:
         """A step that is watched: which tensor parallel collectives ran, and fused or not."""

@@ -71,6 +71,7 @@ class BatchLoader:
             documents_per_epoch=documents_per_epoch,
         )
         self.positions, self.documents_per_epoch = packer.positions(), documents_per_epoch
+        self.waiting: Batch | None = None
         self.end: BaseException | None = None
         self.batches: Batches = queue.Queue(max(1, self.prefetch))
         stop = threading.Event()
@@ -82,17 +83,27 @@ class BatchLoader:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[Tensor, Tensor]:
+    def has_next(self) -> bool:
+        """Whether there is another batch; waits for it. The position stays: ranks can agree before they move on."""
         if not self.stop.alive:
             raise ValueError("the loader is closed")
-        if self.end is not None:
+        if self.waiting is None and self.end is None:
+            if self.thread.ident is None:
+                self.thread.start()
+            batch = self.batches.get()
+            if isinstance(batch, BaseException):
+                self.end = batch
+            else:
+                self.waiting = batch
+        if self.end is not None and not isinstance(self.end, StopIteration):
             raise self.end
-        if self.thread.ident is None:
-            self.thread.start()
-        batch = self.batches.get()
-        if isinstance(batch, BaseException):
-            self.end = batch
-            raise batch
+        return self.waiting is not None
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if not self.has_next():
+            raise StopIteration
+        batch, self.waiting = self.waiting, None
+        assert batch is not None
         self.positions, self.documents_per_epoch = batch.positions, batch.documents_per_epoch
         inputs, labels = batch.rows[:, :-1].contiguous(), batch.rows[:, 1:].contiguous()
         self.label_counts += torch.bincount(labels.flatten(), minlength=len(self.label_counts))

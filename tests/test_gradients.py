@@ -40,6 +40,10 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "HSDP 4 x 1": ("--parallelism.data_parallel_replicate_degree 4", (4,)),
     "TP 2": ("--parallelism.tensor_parallel_degree 2 --training.local_batch_size 8", (2,)),
     "TP 2 x FSDP 2": ("--parallelism.tensor_parallel_degree 2 --training.local_batch_size 4", (4,)),
+    "HSDP 2 x TP 2": (
+        "--parallelism.tensor_parallel_degree 2 --parallelism.data_parallel_replicate_degree 2 "
+        "--training.local_batch_size 4", (4,)
+    ),
     "TP 4, AC full": (
         "--parallelism.tensor_parallel_degree 4 --training.local_batch_size 8 --activation_checkpoint.mode full", (4,)
     ),
