@@ -273,7 +273,9 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         make_parser().print_help()
         raise SystemExit(0)
     reader = SettingsReader(JobConfig)
-    flags = list(argv)
+    flags = [word for flag in argv for word in (flag.split("=", 1) if flag.startswith("--config=") else [flag])]
+    if flags.count("--config") > 1:
+        raise UserError("--config: given more than once; give one file, and override its keys with flags")
     if "--config" in flags:
         at = flags.index("--config")
         if at + 1 == len(flags):

@@ -220,3 +220,9 @@ def test_tensor_parallel_ranks_share_their_batch() -> None:
     config: JobConfig = load_config(["--parallelism.tensor_parallel_degree", "2", "--training.global_batch_size=16"], 4)
     assert config.training.lanes(2) == 16
     assert load_config(["--parallelism.tensor_parallel_degree", "2"], 4).training.lanes(2) == 16  # 2 ranks x 8
+
+
+def test_config_is_given_once_in_either_form() -> None:
+    assert load_config(["--config=debug"], 1) == load_config(["--config", "debug.toml"], 1)
+    with pytest.raises(UserError, match="--config: given more than once"):
+        load_config(["--config", "debug", "--config=debug_fp8"], 1)
