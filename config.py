@@ -154,10 +154,29 @@ class JobConfig:
     def problems(self, world_size: int) -> list[tuple[str, str]]:
         """Combinations that cannot work with this many ranks: (section.key, what is wrong; what to do)."""
         found = []
+        p = self.parallelism
+        shard_is_degree = p.data_parallel_shard_degree >= 1 or p.data_parallel_shard_degree == -1
+        # Where a degree is no number of ranks, the section says so, and there is no mesh to tell more of.
+        if shard_is_degree and p.data_parallel_replicate_degree >= 1 and p.tensor_parallel_degree >= 1:
+            found += self.mesh_problems(world_size)
+        compiles_model = self.compile.enable and "model" in self.compile.components
+        if self.activation_checkpoint.mode == "memory_budget" and not compiles_model:
+            text = 'memory_budget is carried out by the compiler; set compile.enable with "model", or another mode'
+            found.append(("activation_checkpoint.mode", text))
+        if self.lr_scheduler.warmup_steps > self.schedule_steps:
+            text = f"{self.lr_scheduler.warmup_steps} is more than the {self.schedule_steps} steps of the schedule"
+            length = "training.steps" if self.lr_scheduler.total_steps is None else "lr_scheduler.total_steps"
+            found.append(("lr_scheduler.warmup_steps", f"{text}; lower it, or raise {length}"))
+        if self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
+            text = "the parameters are in host memory (training.enable_cpu_offload); take foreach"
+            found.append(("optimizer.implementation", text))
+        return found
+
+    def mesh_problems(self, world_size: int) -> list[tuple[str, str]]:
+        """Degrees that do not make up the ranks, and batches or models that the ranks cannot share out."""
+        found = []
         replicate, shard, tp = self.parallelism.degrees(world_size)
-        if self.parallelism.problems():
-            pass  # The section says what; nothing can be told of a mesh without a size.
-        elif replicate * shard * tp != world_size:
+        if replicate * shard * tp != world_size:
             found.append(self.degrees_problem(replicate, shard, tp, world_size))
         elif self.training.local_batch_size >= 1 and self.training.lanes(replicate * shard) >= 1:
             micro_batch = self.training.local_batch_size * replicate * shard
@@ -172,17 +191,6 @@ class JobConfig:
         found += self.token_problems(tp)
         if tp > 1:
             found += self.tensor_parallel_problems(tp)
-        compiles_model = self.compile.enable and "model" in self.compile.components
-        if self.activation_checkpoint.mode == "memory_budget" and not compiles_model:
-            text = 'memory_budget is carried out by the compiler; set compile.enable with "model", or another mode'
-            found.append(("activation_checkpoint.mode", text))
-        if self.lr_scheduler.warmup_steps > self.schedule_steps:
-            text = f"{self.lr_scheduler.warmup_steps} is more than the {self.schedule_steps} steps of the schedule"
-            length = "training.steps" if self.lr_scheduler.total_steps is None else "lr_scheduler.total_steps"
-            found.append(("lr_scheduler.warmup_steps", f"{text}; lower it, or raise {length}"))
-        if self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
-            text = "the parameters are in host memory (training.enable_cpu_offload); take foreach"
-            found.append(("optimizer.implementation", text))
         return found
 
     def degrees_problem(self, replicate: int, shard: int, tp: int, world_size: int) -> tuple[str, str]:
@@ -199,7 +207,7 @@ class JobConfig:
     def token_problems(self, tp: int) -> list[tuple[str, str]]:
         """Batches whose tokens the float8 matmuls, or the tensor parallel ranks, cannot take."""
         # 16: the float8 kernels' alignment, and that of the row scales' slices inside a fused gather.
-        if tp < 1 or (tp == 1 and self.float8.recipe_name is None):
+        if tp == 1 and self.float8.recipe_name is None:
             return []
         batches = {"training": self.training.local_batch_size}
         if self.validation.enable:

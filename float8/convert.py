@@ -93,10 +93,6 @@ def convert_with_torchao(model: nn.Module, config: Float8Config, chosen: list[st
         module_filter_fn=lambda module, name: name in chosen,
     )
     if config.recipe_name != "tensorwise":
-        round_as_in_eager()
-
-
-def round_as_in_eager() -> None:
-    """Makes the compiler round recomputed activations as they were the first time: else a row's scale may not cover its
-    values, and the loss becomes NaN (pytorch issue 150859). Scales by row need it."""
-    torch._inductor.config.emulate_precision_casts = True
+        # Recomputed activations must be rounded as they were the first time, or a row's scale may not cover its
+        # values and the loss becomes NaN (pytorch issue 150859).
+        torch._inductor.config.emulate_precision_casts = True

@@ -51,7 +51,7 @@ class ParallelismConfig:
         replicate, shard, tp = (
             self.data_parallel_replicate_degree, self.data_parallel_shard_degree, self.tensor_parallel_degree
         )  # fmt: skip
-        return replicate, world_size // max(1, replicate * tp) if shard == -1 else shard, tp
+        return replicate, world_size // (replicate * tp) if shard == -1 else shard, tp
 
 
 @dataclass(frozen=True)

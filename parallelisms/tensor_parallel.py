@@ -25,6 +25,13 @@ def split_parameter(module: nn.Linear | nn.Embedding | nn.RMSNorm, mesh: DeviceM
     module.weight = nn.Parameter(weight)
 
 
+def rows_here(ids: Tensor, rank: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Where the ids are among the rank's `rows` vocabulary rows (0 for another rank's), and which are: both as ids."""
+    here = ids - rank * rows
+    mine = (here >= 0) & (here < rows)
+    return here.where(mine, 0), mine
+
+
 class ScatterTokens(torch.autograd.Function):
     """(tokens, dim), each rank's summand -> (tokens / tp, dim) of the sum. Backward gathers."""
 
@@ -45,9 +52,8 @@ def split_embedding(embedding: nn.Embedding, mesh: DeviceMesh) -> None:
 
     def forward(self: nn.Embedding, ids: Tensor) -> Tensor:
         weight = local_weight(self)
-        here = ids - rank * weight.shape[0]
-        mine = (here >= 0) & (here < weight.shape[0])
-        rows = F.embedding(here.where(mine, 0), weight) * mine[:, None]
+        here, mine = rows_here(ids, rank, weight.shape[0])
+        rows = F.embedding(here, weight) * mine[:, None]
         return ScatterTokens.apply(rows, group, "tok_embeddings")
 
     embedding.forward = types.MethodType(forward, embedding)  # type: ignore[method-assign]
@@ -86,9 +92,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, rank: int, group: str) -> Tensor:
         x = logits.float()
-        here = labels - rank * x.shape[1]
-        mine = (here >= 0) & (here < x.shape[1])
-        here = here.where(mine, 0)
+        here, mine = rows_here(labels, rank, x.shape[1])
         maximum = tp_ops.all_reduce(x.amax(dim=1), "max", group, "loss")
         denominator = (x - maximum[:, None]).exp().sum(dim=1)
         target = x.gather(1, here[:, None])[:, 0] * mine

@@ -80,8 +80,8 @@ def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)  # type: ignore[arg-type]  # Its own type for names is newer than 2.11.
 
 
-# The collectives below wait where they are called: functional ones, whose results are waited for later, crashed with
-# gloo on a GPU (SIGSEGV, torch 2.11).
+# The collectives below wait where they are called. Ranks that share a GPU over gloo died of SIGSEGV at the first ones
+# while these were functional collectives (torch 2.11); whether that was why is not known yet.
 
 
 def all_gather(x: Tensor, group: str) -> Tensor:

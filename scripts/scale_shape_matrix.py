@@ -229,17 +229,16 @@ def run_case(case: Case, device: torch.device) -> tuple[dict[str, Tensor], str]:
         found = measure(model, inputs[mine], labels[mine], loss_fn, int((labels >= 0).sum()))
     found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
     # Rank 0 compares: it needs all of the logits and of the input gradient.
-    found["logits"] = whole(found["logits"], meshes, token_dim=None)
-    found["input gradient"] = whole(found["input gradient"], meshes, token_dim=0)
+    found["logits"] = whole(found["logits"], meshes, tp_dim=1)
+    found["input gradient"] = whole(found["input gradient"], meshes, tp_dim=0)
     plan = compare_with_plan(collectives, len(model.layers))
     fused = ", ".join(f"{name} {count:g}/4" for name, count in plan.fused.items()) if case.asynchronous else ""
     return found, fused
 
 
-def whole(part: Tensor, meshes: Meshes, token_dim: int | None) -> Tensor:
-    """Joins the parts of the ranks: tensor parallel ones along the tokens or the vocabulary, data parallel ones after
-    one another."""
-    for mesh, dim in ((meshes.tp, 1 if token_dim is None else 0), (meshes.dp, 0)):
+def whole(part: Tensor, meshes: Meshes, tp_dim: int) -> Tensor:
+    """Joins the parts of the ranks: tensor parallel ones along `tp_dim`, data parallel ones after one another."""
+    for mesh, dim in ((meshes.tp, tp_dim), (meshes.dp, 0)):
         if mesh is not None and mesh.size() > 1:
             parts = [torch.empty_like(part) for _ in range(mesh.size())]
             dist.all_gather(parts, part.contiguous(), group=mesh.get_group())

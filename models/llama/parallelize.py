@@ -4,6 +4,7 @@ import types
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from errors import UserError
@@ -104,18 +105,21 @@ def replace_linears(
     model: Llama, meshes: Meshes, parallelism: ParallelismConfig, recipe: str | None, selection: Selection
 ) -> list[Applied]:
     """Puts Rowhouse's own linears in the place of the plain ones, tensor parallel where there is a mesh for it."""
-    tp, rows = meshes.tp, []
+    tp = meshes.tp
     group = "" if tp is None else tp.get_group().group_name
+    rows = []
     fused = False
-    if tp is not None and parallelism.enable_async_tensor_parallel:
-        reason = why_not_fused(tp, float8=recipe is not None)
-        if reason and parallelism.async_tensor_parallel_strict:
-            raise UserError(
-                f"parallelism.enable_async_tensor_parallel: {reason}: turn it off, or turn "
-                "parallelism.async_tensor_parallel_strict off to take plain collectives"
-            )
-        fused = not reason
-        rows.append(Applied("  async TP", "on", "fused collectives" if fused else f"plain collectives: {reason}"))
+    if tp is not None:
+        rows.append(Applied("tensor parallel", f"degree {tp.size()}", f"{len(model.layers)} blocks, embedding, head"))
+        if parallelism.enable_async_tensor_parallel:
+            reason = why_not_fused(tp, float8=recipe is not None)
+            if reason and parallelism.async_tensor_parallel_strict:
+                raise UserError(
+                    f"parallelism.enable_async_tensor_parallel: {reason}: turn it off, or turn "
+                    "parallelism.async_tensor_parallel_strict off to take plain collectives"
+                )
+            fused = not reason
+            rows.append(Applied("  async TP", "on", "fused collectives" if fused else f"plain collectives: {reason}"))
 
     def recipe_of(names: list[str]) -> str | None:
         chosen = [name for name in names if name in selection.chosen]
@@ -129,39 +133,41 @@ def replace_linears(
 
     for i, block in enumerate(model.layers):
         for part, column, row in PARTS:
-            prefix, module = f"layers.{i}.{part}.", getattr(block, part)
-            module.linears = Linears(
+            prefix = f"layers.{i}.{part}."
+            getattr(block, part).linears = Linears(
                 column_recipe=recipe_of([prefix + name for name in column.split()]),
                 row_recipe=recipe_of([prefix + row]),
                 group=group,
                 fused=fused,
             )
-            if tp is not None:
-                for name in column.split():
-                    split_parameter(getattr(module, name), tp, Shard(0))
-                split_parameter(getattr(module, row), tp, Shard(1))
     head = Linears(column_recipe=recipe_of(["output"]), row_recipe=None, group=group, fused=fused)
-    if tp is not None:
-        for name in selection.chosen:
-            check_alignment(name, local_weight(model.get_submodule(name)).shape, tp.size())
-        for block in model.layers:
-            assert isinstance(block, TransformerBlock)
-            split_norm_tokens(block.attention_norm, tp)
-            split_norm_tokens(block.ffn_norm, tp)
-        split_norm_tokens(model.norm, tp)
-        split_embedding(model.tok_embeddings, tp)
-        rows.insert(
-            0, Applied("tensor parallel", f"degree {tp.size()}", f"{len(model.layers)} blocks, embedding, head")
-        )
-        if model.output is not None:
-            split_parameter(model.output, tp, Shard(0))
     if model.output is None:
         tied = lambda self, x: head.column("output", x, self.tok_embeddings)[0]  # noqa: E731
         model.head = types.MethodType(tied, model)  # type: ignore[method-assign]
     else:
         own = lambda self, x: head.column("output", x, self)[0]  # noqa: E731
         model.output.forward = types.MethodType(own, model.output)  # type: ignore[method-assign]
+    if tp is not None:
+        split_parameters(model, tp)
+        for name in selection.chosen:
+            check_alignment(name, local_weight(model.get_submodule(name)).shape, tp.size())
     return rows
+
+
+def split_parameters(model: Llama, tp: DeviceMesh) -> None:
+    """Makes the model's parameters DTensors over the tensor parallel ranks, and its norms and embedding take shares."""
+    for block in model.layers:
+        assert isinstance(block, TransformerBlock)
+        for part, column, row in PARTS:
+            for name in column.split():
+                split_parameter(getattr(getattr(block, part), name), tp, Shard(0))
+            split_parameter(getattr(getattr(block, part), row), tp, Shard(1))
+        split_norm_tokens(block.attention_norm, tp)
+        split_norm_tokens(block.ffn_norm, tp)
+    split_norm_tokens(model.norm, tp)
+    split_embedding(model.tok_embeddings, tp)
+    if model.output is not None:
+        split_parameter(model.output, tp, Shard(0))
 
 
 def collectives_table(

