@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from checkpoint.manager import CheckpointConfig
+from checkpoint.config import CheckpointConfig
 from data.sources import DATASETS
 from errors import UserError
 from float8.convert import Float8Config

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from checkpoint.manager import CheckpointConfig, CheckpointManager
+from checkpoint.config import CheckpointConfig
+from checkpoint.folders import committed_steps
+from checkpoint.manager import CheckpointManager
 from checkpoint.state import ModelState, OptimizerState, RngState
 
 VOCAB, DIM = 17, 6
@@ -49,7 +52,7 @@ class Counter:
 class Run:
     """A small training run, sharded over the ranks. `seed` None: other weights each time."""
 
-    def __init__(self, folder: Path, seed: int | None = None, tied: bool = False, **settings: Any):
+    def __init__(self, folder: Path, /, seed: int | None = None, tied: bool = False, **settings: Any):
         torch.manual_seed(random.SystemRandom().randrange(2**31) if seed is None else seed)
         self.model = TinyModel(tied)
         for layer in self.model.layers:
@@ -86,6 +89,10 @@ class Run:
 
     def full_model(self) -> dict[str, Tensor]:
         return {name: p.detach().full_tensor().clone() for name, p in self.model.named_parameters()}
+
+
+def steps_in(folder: Path) -> list[int]:
+    return committed_steps(LocalFileSystem(), str(folder))
 
 
 def seed_ranks() -> None:

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint.manager import CheckpointConfig, CheckpointManager, complete_steps
-from errors import UserError
+from checkpoint.config import CheckpointConfig
+from checkpoint.manager import CheckpointManager
 from scripts.local_ranks import launch
-from tests.checkpoint.small_run import Run, assert_same, differ, seed_ranks
+from tests.checkpoint.small_run import Run, assert_same, differ, seed_ranks, steps_in
 
 # Cases of the launch on two ranks. Each has a folder of its own, the same on both.
 
@@ -27,7 +26,7 @@ def resumes_bitwise(folder: Path) -> None:
     whole.train(1)
     whole.manager.maybe_save(3)
     whole.train(1)
-    assert complete_steps(folder / "checkpoint") == [2]
+    assert steps_in(folder / "checkpoint") == [2]
 
     resumed = Run(folder, seed=2)
     assert differ(resumed.values(), at_save)
@@ -41,7 +40,12 @@ def resumes_bitwise(folder: Path) -> None:
 
 
 def async_is_a_snapshot(folder: Path) -> None:
-    run = Run(folder, seed=3, async_mode="async", interval=1)
+    for mode in ("async", "async_with_pinned_mem"):
+        saves_in_the_background(folder / mode, mode)
+
+
+def saves_in_the_background(folder: Path, mode: str) -> None:
+    run = Run(folder, seed=3, async_mode=mode, interval=1)
     seed_ranks()
     expected = {}
     for step in (1, 2, 3):
@@ -67,16 +71,31 @@ def async_is_a_snapshot(folder: Path) -> None:
     assert_same(sync.values(), expected[2])
 
 
-def async_failure_comes_with_the_next_call(folder: Path) -> None:
-    run = Run(folder, async_mode="async")
-    run.train(1)
-    if dist.get_rank() == 0:
-        (folder / "checkpoint" / "step-1.tmp").write_text("in the way")
-    dist.barrier()
-    run.manager.save(1)
-    with pytest.raises(UserError, match=r"checkpoint\.folder: .*cannot be written \(FileExistsError"):
+def a_failed_save_is_told_and_the_next_one_is_tried(folder: Path) -> None:
+    for mode in ("disabled", "async", "async_with_pinned_mem"):
+        run = Run(folder / mode, async_mode=mode)
+        run.train(1)
+        in_the_way = folder / mode / "checkpoint" / "step-1.tmp"
+        if dist.get_rank() == 0:
+            in_the_way.write_text("in the way")
+        dist.barrier()
+        run.manager.save(1)
         run.manager.wait()
-    assert complete_steps(folder / "checkpoint") == []
+        assert run.manager.failed_steps == [1]
+        assert steps_in(folder / mode / "checkpoint") == []
+        run.train(1)
+        run.manager.save(2)
+        run.manager.wait()
+        assert run.manager.failed_steps == [1]
+        assert steps_in(folder / mode / "checkpoint") == [2]
+        if dist.get_rank() == 0:
+            in_the_way.unlink()
+        dist.barrier()
+        run.manager.save(1, last=True)
+        assert run.manager.failed_steps == []
+        resumed = Run(folder / mode, load_step=1)
+        assert resumed.manager.load() == 1
+        assert_same(resumed.values(), run.values())
 
 
 def tied_weights(folder: Path) -> None:
@@ -137,7 +156,7 @@ def saved_for_one_rank(folder: Path) -> None:
 
 def two_ranks(folder: Path) -> None:
     cases = [
-        resumes_bitwise, async_is_a_snapshot, async_failure_comes_with_the_next_call, tied_weights,
+        resumes_bitwise, async_is_a_snapshot, a_failed_save_is_told_and_the_next_one_is_tried, tied_weights,
         random_numbers_differ_by_rank, more_ranks_than_saved, saved_for_one_rank,
     ]  # fmt: skip
     for case in cases:

@@ -44,7 +44,6 @@ def meshes_of(rank: int, ranks: int, replicate: int = 1, shard: int = -1, tp: in
         (8, 1, 3, 1, (1, 3, 1)),
         (2, 1, -1, 4, (1, 0, 4)),
         (8, 1, -1, 3, (1, 2, 3)),
-        (2, 1, -1, 0, (1, 2, 0)),
     ],
 )
 def test_degrees(ranks: int, replicate: int, shard: int, tp: int, expected: tuple[int, int, int]) -> None:
