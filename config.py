@@ -50,8 +50,13 @@ class TrainingConfig:
     """Tokens in one sequence."""
     max_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them as they are."""
+    max_skipped_steps: int = 0
+    """Steps in a row that may be skipped because the loss or the gradient is NaN or infinite; after more the run stops
+    with status 4. They never change the weights."""
     steps: int = 10000
     """Optimizer steps."""
+    max_time: float | None = None
+    """Stop after so many seconds, with a save and status 75; none trains to the last step."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
@@ -70,6 +75,10 @@ class TrainingConfig:
             found.append(("epochs", f"{self.epochs} epochs train nothing; give 1 or more, or none"))
         if self.global_batch_size < 1 and self.global_batch_size != -1:
             found.append(("global_batch_size", "must be 1 or more, or -1 for one micro-batch a rank"))
+        if self.max_skipped_steps < 0:
+            found.append(("max_skipped_steps", f"{self.max_skipped_steps} is negative; give 0 or more"))
+        if self.max_time is not None and self.max_time <= 0:
+            found.append(("max_time", f"{self.max_time} seconds train nothing; give more, or none"))
         if self.max_norm < 0:
             found.append(("max_norm", f"{self.max_norm} is not a norm; give 0 or more"))
         return found

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from errors import UserError
 
@@ -117,3 +117,44 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+class NotFinite(Exception):
+    """More steps in a row than allowed had a NaN or an infinity in loss or gradient. They changed no weight."""
+
+
+class FiniteSteps:
+    """Steps of an optimizer that change nothing where the loss or the gradient is not finite.
+
+    Such steps are counted on the device, so that a good step waits for nothing: a fused optimizer learns there whether
+    to go; the others are called by the host, which waits. All ranks decide alike, as norm and loss are global.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, max_in_a_row: int, device: torch.device):
+        self.optimizer = optimizer
+        self.max_in_a_row = max_in_a_row
+        self.fused = any(group["fused"] for group in optimizer.param_groups)
+        self.total, self.in_a_row, self.longest = torch.zeros(3, device=device)
+
+    def step(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """loss, grad_norm: scalars of the global batch, anything finite where its gradients are."""
+        bad = (~(loss.isfinite() & grad_norm.to(loss.device).isfinite())).float()
+        self.total += bad
+        self.in_a_row = (self.in_a_row + 1) * bad
+        self.longest = torch.maximum(self.longest, self.in_a_row)
+        if self.fused:
+            self.optimizer.found_inf = bad  # type: ignore[attr-defined]  # As torch.amp.GradScaler does.
+            self.optimizer.step()
+        elif not bad:
+            self.optimizer.step()
+
+    def check(self) -> int:
+        """The number of steps that were skipped. Waits for the device. Raises NotFinite after too many in a row."""
+        longest = int(self.longest)
+        if longest > self.max_in_a_row:
+            raise NotFinite(
+                f"the loss or the gradient was NaN or infinite in {longest} step{'s' * (longest > 1)} in a row, and "
+                f"training.max_skipped_steps allows {self.max_in_a_row}. The weights were not changed by them. Resume "
+                "from the last checkpoint with a lower optimizer.lr or training.max_norm, or allow more"
+            )
+        return int(self.total)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -12,56 +11,71 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.state import DataState, ModelState, OptimizerState, RngState
 from config import JobConfig
-from data.loader import BatchLoader, entropy
+from data.loader import BatchLoader, entropy, next_batch
 from data.sources import open_source
-from data.tokenizer import Tokenizer, load_tokenizer, stdlib_tokenizer
-from errors import UserError
+from data.tokenizer import open_tokenizer
+from ending import Ending, closing_lines
+from errors import ExitStatus, UserError
+from hugging_face import export_hf, load_hf
 from loss import cross_entropy_sum, valid_tokens
 from models.llama.model import Llama
 from models.llama.parallelize import collectives_table, parallelize_llama, table
-from optimizer import build_optimizer, lr_factor, set_lr
+from optimizer import FiniteSteps, NotFinite, build_optimizer, lr_factor, set_lr
 from parallelisms.fsdp import DTYPES
 from parallelisms.mesh import build_meshes, set_timeouts
 from parallelisms.tensor_parallel import vocab_parallel_cross_entropy_sum
 from parallelisms.tp_ops import recording
 from settings import write_toml
+from stopping import StopRequests
 from telemetry.flops import model_flops_per_token, peak_flops
 from telemetry.memory import GarbageCollector, peak_memory
 from telemetry.metrics import MetricsWriter, StepClock
 from telemetry.profiling import maybe_profile
+from telemetry.watch import Watch
+from validation import validate
 
 logger = logging.getLogger("rowhouse")
 
-STDLIB_VOCAB = 16384  # The most that the standard library's own tokenizer learns; small models take less.
+SAVE_PATIENCE = 1800.0  # Seconds: gloo's own patience, with which the ranks wait for each other in a save.
 
 
 class Trainer:
-    """One rank's part of a training run. Needs the process group; `train()` carries it out, `close()` ends it."""
+    """One rank's part of a training run. Needs the process group; `train()` carries it out, `close()` ends it.
 
-    def __init__(self, config: JobConfig, device: torch.device):
+    `watch` is told what is done next and how long that may take; `stop_requests` says when to end early.
+    """
+
+    def __init__(
+        self, config: JobConfig, device: torch.device, watch: Watch | None = None, stop: StopRequests | None = None
+    ):
         self.config = config
         self.device = device
+        self.watch = watch
+        self.stop = stop or StopRequests(config.training.max_time)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.folder = Path(config.job.dump_folder)
         self.step = 0
         self.tokens_seen = 0
         self.last_loss: float | None = None
-        self.unlogged: tuple[Tensor, Tensor, Tensor, Tensor, float] | None = None
+        self.unlogged: tuple[Tensor, Tensor, Tensor, float] | None = None
         """What `log` takes, of a step that has not been logged."""
         self.data_ended = False
+        self.stopped_by: str | None = None
         self.writer: MetricsWriter | None = None
         self.clock = StepClock()
         self.start_logging()
         self.set_determinism()
         self.meshes = build_meshes(config.parallelism, self.device)
-        self.tokenizer = self.open_tokenizer()
+        self.tokenizer = open_tokenizer(config.model.tokenizer_path, config.model.shape().vocab_size)
         self.loader = self.open_data()
         self.model = self.build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.steps = FiniteSteps(self.optimizer, config.training.max_skipped_steps, self.device)
         self.loss_fn = self.build_loss()
         self.checkpoints = self.open_checkpoints()
         self.restore()
@@ -94,30 +108,6 @@ class Trainer:
         debug = self.config.debug
         torch.manual_seed(debug.seed)
         torch.use_deterministic_algorithms(debug.deterministic)
-
-    def open_tokenizer(self) -> Tokenizer:
-        model, shape = self.config.model, self.config.model.shape()
-        if model.tokenizer_path is not None:
-            tokenizer = load_tokenizer(model.tokenizer_path)
-        else:
-            # One rank trains it, the others then find it kept.
-            with self.rank_zero_first():
-                tokenizer = stdlib_tokenizer(min(shape.vocab_size, STDLIB_VOCAB))
-        if tokenizer.vocab_size > shape.vocab_size:
-            raise UserError(
-                f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, the model "
-                f"{shape.vocab_size}: choose another, or set model.vocab_size to {tokenizer.vocab_size} or more"
-            )
-        logger.info("tokenizer: %s, %d tokens", tokenizer.path, tokenizer.vocab_size)
-        return tokenizer
-
-    @contextlib.contextmanager
-    def rank_zero_first(self) -> Iterator[None]:
-        if self.rank != 0:
-            dist.barrier()
-        yield
-        if self.rank == 0:
-            dist.barrier()
 
     def open_data(self) -> BatchLoader:
         """This rank's rows of every global batch."""
@@ -211,13 +201,27 @@ class Trainer:
         self.step, self.tokens_seen = state["step"], state["tokens_seen"]
 
     def restore(self) -> None:
+        checkpoint = self.config.checkpoint
         if self.checkpoints.load() is not None:
             logger.info("resumed after step %d (%s tokens)", self.step, f"{self.tokens_seen:,}")
+        elif checkpoint.initial_load_in_hf and checkpoint.initial_load_path is not None:
+            load_hf(self.model, Path(checkpoint.initial_load_path))
 
     # Training
 
-    def train(self) -> None:
-        """Trains to the last step or to the end of the data, then saves. Returns at once if no step is left."""
+    def train(self) -> ExitStatus:
+        """Trains to the last step, to the end of the data or until it is asked to stop, then saves.
+
+        Returns at once if no step is left.
+        """
+        try:
+            return self.train_to_the_end()
+        except NotFinite as error:  # On all ranks at once. The weights are good, but nobody asked to go on with them.
+            if self.rank == 0:
+                logger.error("step %d: %s", self.step, error)
+            return ExitStatus.NOT_FINITE
+
+    def train_to_the_end(self) -> ExitStatus:
         config, steps = self.config, self.config.training.steps
         if self.rank == 0:
             self.writer = MetricsWriter(config.metrics, self.folder, start_step=self.step, total_steps=steps)
@@ -226,7 +230,9 @@ class Trainer:
         garbage = GarbageCollector(config.training.gc_freq)
         with maybe_profile(config.profiling, self.folder, start_step=self.step, rank=self.rank) as profiler:
             while self.step < steps:
-                batch = self.next_batch(self.loader, config.training.epochs is not None)
+                self.expect(f"step {self.step + 1}", first=self.step + 1 == first_step)
+                with self.clock.waiting_for_data():
+                    batch = next_batch(self.loader, config.training.epochs is not None)
                 if batch is None:
                     logger.info("the data ends after step %d", self.step)
                     self.data_ended = True
@@ -241,17 +247,61 @@ class Trainer:
                 if config.validation.enable and self.step % config.validation.freq == 0:
                     with self.paused_clock():
                         self.validate()
-                saves_now = config.checkpoint.enable and self.step % config.checkpoint.interval == 0
-                with self.paused_clock() if saves_now else contextlib.nullcontext():
-                    if self.step < steps:
-                        self.checkpoints.maybe_save(self.step)
+                self.stopped_by = self.stop.agreed()
+                if self.stopped_by is not None:
+                    logger.info("%s: stopping after step %d", self.stopped_by, self.step)
+                    break
+                if self.step < steps:
+                    self.maybe_save()
         if self.step >= first_step:
-            if self.unlogged is not None:
-                self.log(*self.unlogged)
-            if config.validation.enable and self.step % config.validation.freq != 0:
-                self.validate()
-            self.checkpoints.save(self.step, last=True)
+            self.finish()
         self.report(first_step)
+        return self.status()
+
+    def expect(self, what: str, first: bool = False) -> None:
+        """Tells the watch what is done next. The first step, which compiles, takes the patience of the start."""
+        if self.watch is not None:
+            comm = self.config.comm
+            self.watch.expect(what, comm.init_timeout_seconds if first else comm.train_timeout_seconds)
+
+    def validate(self) -> None:
+        loss = validate(
+            self.config, self.model, self.loss_fn, self.tokenizer, self.meshes, self.device,
+            after_batch=lambda: self.expect(f"validation after step {self.step}"),
+        )  # fmt: skip
+        if self.writer is not None:
+            self.writer.write_validation(self.step, {"validation_loss": loss})
+
+    def maybe_save(self) -> None:
+        checkpoint = self.config.checkpoint
+        saves_now = checkpoint.enable and self.step % checkpoint.interval == 0
+        with self.paused_clock() if saves_now else contextlib.nullcontext():
+            if saves_now:
+                self.steps.check()
+                self.expect_save()
+            self.checkpoints.maybe_save(self.step)
+
+    def expect_save(self) -> None:
+        if self.watch is not None:
+            self.watch.expect(f"saving step {self.step}", SAVE_PATIENCE)
+
+    def finish(self) -> None:
+        """What a run does after its last step, whatever ended it."""
+        if self.unlogged is not None:
+            self.log(*self.unlogged)
+        validation = self.config.validation
+        if validation.enable and self.step % validation.freq != 0 and self.stopped_by is None:
+            self.validate()
+        self.expect_save()
+        self.checkpoints.save(self.step, last=True)
+        if self.config.checkpoint.last_save_in_hf and self.stopped_by is None:
+            dtype = getattr(torch, self.config.checkpoint.export_dtype)
+            export_hf(self.model, self.folder / f"hf-step-{self.step}", dtype, self.tokenizer)
+
+    def status(self) -> ExitStatus:
+        if self.checkpoints.failed_steps:
+            return ExitStatus.NOT_SAVED
+        return ExitStatus.DONE if self.stopped_by is None else ExitStatus.STOPPED
 
     @contextlib.contextmanager
     def paused_clock(self) -> Iterator[None]:
@@ -260,16 +310,6 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         with self.clock.outside():
             yield
-
-    def next_batch(self, loader: BatchLoader, can_end: bool) -> tuple[Tensor, Tensor] | None:
-        """The next (inputs, labels), both (rows, seq_len) on the host; None, on all ranks, when one has no more."""
-        with self.clock.waiting_for_data():
-            if can_end:
-                has_next = torch.tensor(loader.has_next(), dtype=torch.int32)
-                dist.all_reduce(has_next, dist.ReduceOp.MIN)
-                if not has_next:
-                    return None
-            return next(loader)
 
     def first_step(self, inputs: Tensor, labels: Tensor) -> None:
         """A step that is watched: which tensor parallel collectives ran, and fused or not."""
@@ -286,15 +326,20 @@ class Trainer:
         """One optimizer step over this rank's rows of the global batch: int64 (rows, seq_len) on the host."""
         training = self.config.training
         loss_sum, tokens, global_tokens = self.forward_backward(inputs, labels)
+        loss_max = loss_sum / tokens.clamp(min=1)
+        dist.all_reduce(loss_sum, group=self.dp_group)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or float("inf"))
+        if isinstance(grad_norm, DTensor):
+            grad_norm = grad_norm.full_tensor()
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.schedule_steps)
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        self.checkpoints.wait_for_copy()
+        self.steps.step(loss_sum, grad_norm)
         self.optimizer.zero_grad()
 
         self.clock.step(labels.numel() * self.dp_degree // self.world_size)  # Tensor parallel ranks share their tokens.
         self.tokens_seen += labels.numel() * self.dp_degree
-        self.unlogged = (loss_sum, tokens, global_tokens, grad_norm, lr)
+        self.unlogged = (loss_sum / global_tokens, loss_max, grad_norm, lr)
         if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.step == training.steps:
             self.log(*self.unlogged)
 
@@ -316,15 +361,11 @@ class Trainer:
             losses.append(loss.detach())
         return torch.stack(losses).sum(), tokens, global_tokens
 
-    def log(self, loss_sum: Tensor, tokens: Tensor, global_tokens: Tensor, grad_norm: Tensor, lr: float) -> None:
+    def log(self, loss: Tensor, loss_max: Tensor, grad_norm: Tensor, lr: float) -> None:
         """Writes the metrics of this step and of the interval since the last one. Waits for the device."""
         self.unlogged = None
-        loss_max = loss_sum / tokens.clamp(min=1)
-        loss_sum = loss_sum.clone()
-        dist.all_reduce(loss_sum, group=self.dp_group)
         dist.all_reduce(loss_max, dist.ReduceOp.MAX, group=self.dp_group)
-        norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        self.last_loss = (loss_sum / global_tokens).item()
+        self.last_loss = loss.item()
         times, memory = self.clock.read(), peak_memory(self.device)
         tokens_per_second = times.tokens / times.seconds
         flops = tokens_per_second * self.flops_per_token
@@ -334,8 +375,9 @@ class Trainer:
             values = {
                 "loss": self.last_loss,
                 "loss_max": loss_max.item(),
-                "grad_norm": norm.item(),
+                "grad_norm": grad_norm.item(),
                 "lr": lr,
+                "skipped_steps": int(self.steps.total),
                 "tokens_seen": self.tokens_seen,
                 "tokens_per_second": tokens_per_second,
                 "tflops": flops / 1e12,
@@ -346,72 +388,24 @@ class Trainer:
                 "memory_allocated_gib": memory.allocated_gib,
             }
             self.writer.write(self.step, values)
-
-    @torch.no_grad()
-    def validate(self) -> None:
-        """Mean loss over the validation batches, the same ones each time."""
-        validation = self.config.validation
-        batch_size = validation.local_batch_size
-        source = open_source(validation.dataset, validation.dataset_path, self.config.debug.seed)
-        total, count = torch.zeros(2, 1, device=self.device)
-        lanes = batch_size * self.dp_degree
-        first_lane = self.dp_rank * batch_size
-        self.model.eval()
-        with BatchLoader(
-            source, self.tokenizer, seq_len=self.config.training.seq_len, lanes=lanes, first_lane=first_lane,
-            num_lanes=batch_size, epochs=1,
-        ) as loader:  # fmt: skip
-            batches = 0
-            while batches != validation.steps:
-                batch = self.next_batch(loader, can_end=True)
-                if batch is None:
-                    break
-                inputs, labels = (t.to(self.device) for t in batch)
-                total += self.loss_fn(self.model(inputs), labels.flatten())
-                count += valid_tokens(labels)
-                batches += 1
-        self.model.train()
-        if batches == 0:
-            raise UserError(
-                f"validation.dataset: {validation.dataset} does not fill one batch of {lanes} sequences: lower "
-                "validation.local_batch_size or training.seq_len, or give more data"
-            )
-        dist.all_reduce(total, group=self.dp_group)
-        dist.all_reduce(count, group=self.dp_group)
-        if self.writer is not None:
-            self.writer.write_validation(self.step, {"validation_loss": (total / count).item()})
+        self.steps.check()
 
     # Ending
 
     def report(self, first_step: int) -> None:
-        """The last lines of a run: what it reached, where things are, how it goes on."""
         counts = self.loader.label_counts.clone()
         dist.all_reduce(counts, group=self.dp_group)
-        config = self.config
-        if self.rank != 0:
-            return
-        raise_what = f"--training.epochs (now {config.training.epochs})" if self.data_ended else "--training.steps"
-        if self.step < first_step:
-            logger.info(
-                "nothing to do after step %d of %d; raise %s, or choose another --job.dump_folder",
-                self.step, config.training.steps, raise_what,
-            )  # fmt: skip
-            return
-        if self.last_loss is not None:
-            logger.info(
-                "loss %.4f at step %d; the text's unigram entropy is %.4f (both in nats a token)",
-                self.last_loss, self.step, entropy(counts),
-            )  # fmt: skip
-        logger.info("metrics: %s", self.folder / "metrics.jsonl")
-        if config.metrics.enable_tensorboard:
-            logger.info("TensorBoard: tensorboard --logdir %s", self.folder / config.metrics.save_tb_folder)
-        if config.checkpoint.enable:
-            logger.info("checkpoint: %s", self.folder / config.checkpoint.folder / f"step-{self.step}")
-            more = f"--training.steps {config.training.steps * 2}"
-            if self.data_ended:
-                more = f"--training.epochs {(config.training.epochs or 0) + 1}"
-            how = f"torchrun --nproc-per-node {self.world_size} train.py" if self.world_size > 1 else "python train.py"
-            logger.info("to go on: %s --config %s %s", how, shlex.quote(str(self.folder / "config.toml")), more)
+        ending = Ending(
+            first_step=first_step,
+            step=self.step,
+            loss=self.last_loss,
+            unigram_entropy=entropy(counts),
+            data_ended=self.data_ended,
+            stopped_by=self.stopped_by,
+            saved=self.step not in self.checkpoints.failed_steps,
+        )
+        for line in closing_lines(self.config, ending, self.world_size):
+            logger.info("%s", line)
 
     def close(self) -> None:
         if self.writer is not None:

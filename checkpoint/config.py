@@ -24,7 +24,7 @@ class CheckpointConfig:
     initial_load_in_hf: bool = False
     """initial_load_path is a folder of Hugging Face safetensors."""
     last_save_in_hf: bool = False
-    """After the last step also export the weights for Hugging Face, to hf-step-N beside the checkpoints."""
+    """After the last step also export the weights for Hugging Face, to hf-step-N in the run's folder."""
     export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of that export."""
     keep_latest_k: int = 10

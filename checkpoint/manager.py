@@ -129,8 +129,8 @@ class CheckpointManager:
                 aside = folders.set_aside(self.fs, self.path(step))
                 logger.warning("%s: step-%d is damaged, and now %s", fault, step, aside)
         raise UserError(
-            f"checkpoint.folder: every checkpoint in {self.root} is damaged ({list_steps(steps)}): restore one, or begin "
-            "anew with another job.dump_folder"
+            f"checkpoint.folder: every checkpoint in {self.root} is damaged ({list_steps(steps)}): restore one, or "
+            "begin anew with another job.dump_folder"
         )
 
     def verify(self, fs: Any, path: str) -> str | None:
@@ -298,11 +298,11 @@ class CheckpointManager:
             yield
         except CheckpointException as error:
             self.failed_steps.append(step)
-            logger.error(
-                "checkpoint.folder: %s could not be saved (%s): make room or give permission. Training goes on",
-                self.path(step), first_failure(error),
-            )  # fmt: skip
             if self.is_first_rank:
+                logger.error(
+                    "checkpoint.folder: %s could not be saved (%s): make room or give permission. Training goes on",
+                    self.path(step), first_failure(error),
+                )  # fmt: skip
                 self.tidy(lambda: folders.remove(self.fs, folders.place_of(self.fs, self.path(step))))
             return
         if step in self.failed_steps:

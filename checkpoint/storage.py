@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import fsspec
 import torch
@@ -43,7 +43,7 @@ class RecordingFiles(FileSystem):
             if "w" not in mode:
                 yield stream
                 return
-            hashing = HashingStream(stream)
+            hashing = HashingStream(cast(IO[bytes], stream))
             yield hashing
         name = os.path.basename(path)
         self.records[str(path)] = FileRecord(name, hashing.bytes, hashing.hash.hexdigest())
@@ -57,8 +57,9 @@ class RecordingFiles(FileSystem):
 class CheckpointWriter(FileSystemWriter):
     """A storage writer for dcp.save and dcp.async_save that commits the checkpoint when all ranks have written.
 
-    `path` is the checkpoint's name in the file system `fs`: see folders.open_location. When dcp.save returns, it is committed: whole, on disk, read back
-    and verified; or it raises on all ranks, and what was there under that name is as it was.
+    `path` is the checkpoint's name in the file system `fs`: see folders.open_location. When dcp.save returns, it is
+    committed: whole, on disk, read back and verified; or dcp.save raises on all ranks, and what was there under that
+    name is as it was.
     """
 
     def __init__(self, fs: fsspec.AbstractFileSystem, path: str, step: int):

@@ -10,6 +10,7 @@ import weakref
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from data.packing import Packer
@@ -95,6 +96,8 @@ class BatchLoader:
                 self.end = batch
             else:
                 self.waiting = batch
+        if self.end is not None and not isinstance(self.end, Exception):  # A SystemExit would end this process too.
+            raise RuntimeError(f"the thread that reads the data was ended by {type(self.end).__name__}") from self.end
         if self.end is not None and not isinstance(self.end, StopIteration):
             raise self.end
         return self.waiting is not None
@@ -168,6 +171,19 @@ class BatchLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def next_batch(loader: BatchLoader, can_end: bool) -> tuple[Tensor, Tensor] | None:
+    """The next (inputs, labels) of each rank; None, on all ranks, when one has no more. For all ranks at once.
+
+    With `can_end` false the data go on for ever, and the ranks need not ask each other.
+    """
+    if can_end:
+        has_next = torch.tensor(loader.has_next(), dtype=torch.int32)
+        dist.all_reduce(has_next, dist.ReduceOp.MIN)
+        if not has_next:
+            return None
+    return next(loader)
 
 
 def prepare(packer: Packer, batches: Batches, stop: threading.Event) -> None:

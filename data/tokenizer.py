@@ -6,6 +6,7 @@ in ordinary tokens, so that no document can end itself. The loader puts bos and 
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
+import torch.distributed as dist
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from data.sources import stdlib_documents
 from errors import UserError
+
+logger = logging.getLogger("rowhouse")
 
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 BOS_NAMES = (BOS, "<s>")
@@ -25,6 +29,7 @@ EOS_NAMES = (EOS, "</s>", "<|endoftext|>")
 
 RECIPE = 1  # Of stdlib_tokenizer: with a new number, no file of an older recipe is taken for the new one.
 TRAINING_BYTES = 4 << 20
+STDLIB_VOCAB = 16384  # The most that the standard library's own tokenizer learns; small models take less.
 
 
 class Tokenizer(Protocol):
@@ -102,6 +107,29 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: list[int]) -> str:
         return self.processor.decode(ids)
+
+
+def open_tokenizer(path: str | None, vocab_size: int) -> Tokenizer:
+    """The tokenizer of `path`, or the standard library's own, for a model of `vocab_size` rows. On all ranks at once.
+
+    Raises UserError where it has more tokens than the model.
+    """
+    if path is not None:
+        tokenizer = load_tokenizer(path)
+    else:
+        # One rank trains it, the others then find it kept.
+        if dist.get_rank() != 0:
+            dist.barrier()
+        tokenizer = stdlib_tokenizer(min(vocab_size, STDLIB_VOCAB))
+        if dist.get_rank() == 0:
+            dist.barrier()
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: choose "
+            f"another, or set model.vocab_size to {tokenizer.vocab_size} or more"
+        )
+    logger.info("tokenizer: %s, %d tokens", tokenizer.path, tokenizer.vocab_size)
+    return tokenizer
 
 
 def load_tokenizer(path: str) -> Tokenizer:

@@ -59,9 +59,10 @@ class CommConfig:
     """Process groups."""
 
     init_timeout_seconds: int = 300
-    """Patience with the start: rendezvous, first collectives, compilation."""
+    """Patience with the start, which compiles: the rendezvous, and each thing up to the end of the first step."""
     train_timeout_seconds: int = 100
-    """Patience with a collective once the first step is done."""
+    """Patience with a step, its wait for data and each collective in it, once the first step is done. A run that hangs
+    dumps its stacks to the run's folder after 0.8 of it, and ends with status 5."""
 
     def problems(self) -> list[tuple[str, str]]:
         keys = ("init_timeout_seconds", "train_timeout_seconds")
