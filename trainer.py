@@ -296,6 +296,7 @@ class Trainer:
         self.checkpoints.save(self.step, last=True)
         if self.config.checkpoint.last_save_in_hf and self.stopped_by is None:
             dtype = getattr(torch, self.config.checkpoint.export_dtype)
+            set_timeouts(SAVE_PATIENCE, self.meshes)  # Ranks wait while the first one writes.
             export_hf(self.model, self.folder / f"hf-step-{self.step}", dtype, self.tokenizer)
 
     def status(self) -> ExitStatus:
@@ -320,7 +321,7 @@ class Trainer:
             logger.info("tensor parallel collectives of the first step:\n%s", table(rows))
             self.applied += rows
             self.keep_table()
-        set_timeouts(self.config.comm, self.meshes)
+        set_timeouts(self.config.comm.train_timeout_seconds, self.meshes)
 
     def train_step(self, inputs: Tensor, labels: Tensor) -> None:
         """One optimizer step over this rank's rows of the global batch: int64 (rows, seq_len) on the host."""

@@ -42,6 +42,8 @@ class CheckpointManager:
         self.staging: Future | None = None
         self.stager: DefaultStager | None = None
         self.started_step: int | None = None
+        self.stall_seconds = 0.0
+        """How long the last save has kept the training waiting, so far."""
         self.failed_steps: list[int] = []
         """Steps whose save failed, the same on all ranks."""
         if not config.enable:
@@ -220,13 +222,14 @@ class CheckpointManager:
             return
         self.wait()
         if step != self.started_step or step in self.failed_steps:
-            self.began, self.started_step = time.perf_counter(), step
+            self.began, self.started_step, self.stall_seconds = time.perf_counter(), step, 0.0
             tensors, writer = self.collect(step), CheckpointWriter(self.fs, self.path(step), step)
             if self.config.async_mode == "disabled":
                 with self.saving():
                     dcp.save(tensors, storage_writer=writer, process_group=self.group)
             else:
                 self.start_in_background(tensors, writer)
+                self.stall_seconds = time.perf_counter() - self.began
         if last:
             self.wait()
 
@@ -255,8 +258,10 @@ class CheckpointManager:
     def wait_for_copy(self) -> None:
         """Returns when the states may change again: call before the optimizer's step."""
         if self.staging is not None:
+            began = time.perf_counter()
             self.staging.result()
             self.staging = None
+            self.stall_seconds += time.perf_counter() - began
 
     def collect(self, step: int) -> dict[str, Any]:
         """All states as tensors, which DCP stores as "step", "model.<name>" ...: those of model and optimizer are the
@@ -308,7 +313,9 @@ class CheckpointManager:
         if step in self.failed_steps:
             self.failed_steps.remove(step)
         if self.is_first_rank:
-            logger.info("saved %s (%.1f s)", self.path(step), time.perf_counter() - self.began)
+            seconds = time.perf_counter() - self.began
+            stall = "" if self.config.async_mode == "disabled" else f", of which training waited {self.stall_seconds:.2f}"
+            logger.info("saved %s (%.1f s%s)", self.path(step), seconds, stall)
             self.tidy(lambda: self.prune(step))
 
     def prune(self, step: int) -> None:

@@ -28,7 +28,7 @@ from errors import UserError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 2 * 10**9
 
 Shape = tuple[int, ...]
 

@@ -114,11 +114,11 @@ def build_meshes(config: ParallelismConfig, device: torch.device) -> Meshes:
     return Meshes(whole, fsdp, dp, whole["tp"] if tp > 1 else None)
 
 
-def set_timeouts(config: CommConfig, meshes: Meshes) -> None:
-    """After the first step a collective that hangs is a fault: from here on the shorter patience holds.
+def set_timeouts(seconds: float, meshes: Meshes) -> None:
+    """The patience with collectives from here on: after the first step one that hangs is a fault.
 
     For the groups that train. The checkpoints' own group keeps its patience: a save may take long.
     """
-    patience = timedelta(seconds=config.train_timeout_seconds)
+    patience = timedelta(seconds=seconds)
     for group in [dist.group.WORLD, meshes.dp.get_group(), *meshes.whole.get_all_groups()]:
         dist.distributed_c10d._set_pg_timeout(patience, group)

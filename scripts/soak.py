@@ -4,8 +4,8 @@
 
 First a run of two ranks that nothing disturbs. Then the same run, killed with SIGKILL at random moments, half of them
 while a checkpoint is being written, and started again until it ends: the loss of every step must be the same to the
-last bit. Then once more, on 2, 4 and 1 ranks in turn: losses must agree to rounding. In all of them a ledger of what
-each step has read must be the same: no token twice, none left out. Exit status 1 where something differs.
+last bit. Then once more, on 2, 4 and 1 ranks in turn, split in other ways: losses must agree to rounding. In all of them
+a ledger of what each step has read must be the same: no token twice, none left out. Exit status 1 where it is not.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 STEPS, INTERVAL, LANES = 60, 3, 4
+MOMENTS = ["a save", "a save", "a step", "any time"]
 FLAGS = (
     "--config debug.toml --model.n_layers 2 --training.seq_len 128 --training.local_batch_size 1 "
     f"--training.global_batch_size {LANES} --lr_scheduler.total_steps {STEPS} --lr_scheduler.warmup_steps 5 "
@@ -97,7 +98,7 @@ def run_killed(folder: Path, flags: list[str], kills: int, rng: random.Random) -
     done: Counter[str] = Counter()
     while done.total() < kills:
         ranks = Ranks(2, folder, flags)
-        moment = rng.choice(["a save", "a save", "a step", "any time"])
+        moment = rng.choice(MOMENTS)
         if moment == "any time":
             time.sleep(rng.random() * 10)
         elif moment == "a step":
@@ -136,9 +137,16 @@ def lines_of(folder: Path) -> int:
 
 
 def run_on_other_ranks(folder: Path) -> None:
-    """A third of the steps on 2 ranks, a third on 4, a third on 1."""
-    for part, world_size in enumerate((2, 4, 1), start=1):
-        run_undisturbed(folder, ["--training.steps", str(STEPS * part // 3)], world_size)
+    """A quarter of the steps each: on 2 ranks, on 4 as HSDP 2 x 2, on 4 as FSDP 2 x TP 2, on 1 in micro-batches."""
+    parts = [
+        (2, ""),
+        (4, "--parallelism.data_parallel_replicate_degree 2 --activation_checkpoint.mode full"),
+        (4, "--parallelism.tensor_parallel_degree 2 --training.local_batch_size 2"),
+        (1, "--training.local_batch_size 2 --activation_checkpoint.mode selective"),
+    ]
+    for part, (world_size, flags) in enumerate(parts, start=1):
+        steps = ["--training.steps", str(STEPS * part // len(parts))]
+        run_undisturbed(folder, steps + flags.split(), world_size)
 
 
 def losses_of(folder: Path) -> dict[int, float]:
@@ -191,7 +199,7 @@ def soak(folder: Path, kills: int, seed: int, async_mode: str) -> list[str]:
     print(f"killed {kills} times (seed {seed})", flush=True)
     done = run_killed(folder / "killed", flags, kills, random.Random(seed))
     print("killed in " + ", in ".join(f"{moment} {times} times" for moment, times in done.items()), flush=True)
-    print("on 2, 4 and 1 ranks in turn", flush=True)
+    print("on 2, 4, 4 and 1 ranks in turn", flush=True)
     run_on_other_ranks(folder / "other ranks")
     faults = compare("killed", folder / "killed", folder / "undisturbed", tolerance=0)
     # Another number of ranks sums in another order: a rounding a step, magnified by the training since.

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": set(),
 }
 EXCEPTIONS = {"models/llama/parallelize.py": {"float8", "parallelisms"}}  # Where model and techniques meet.
-TRAINER_IS_FOR = {"train.py", "scripts/soak.py"}  # The soak trains, and keeps a ledger.
+TRAINER_IS_FOR = {"train.py", "scripts/soak.py", "scripts/bench_checkpoint.py"}  # These two train, and look on.
 
 
 def sources() -> list[str]:

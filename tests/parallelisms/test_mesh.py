@@ -130,7 +130,7 @@ def test_a_process_started_alone_is_a_world_of_one() -> None:
             assert value == 1
             checkpoints = dist.new_group(backend="gloo", timeout=timedelta(seconds=99))
             assert patience(dist.group.WORLD) == patience(meshes.dp.get_group()) == timedelta(seconds=41)
-            set_timeouts(CommConfig(train_timeout_seconds=17), meshes)
+            set_timeouts(17, meshes)
             assert patience(dist.group.WORLD) == patience(meshes.dp.get_group()) == timedelta(seconds=17)
             assert patience(checkpoints) == timedelta(seconds=99)  # Not a group that trains: a save may take long.
         finally:
