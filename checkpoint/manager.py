@@ -314,8 +314,8 @@ class CheckpointManager:
             self.failed_steps.remove(step)
         if self.is_first_rank:
             seconds = time.perf_counter() - self.began
-            stall = "" if self.config.async_mode == "disabled" else f", of which training waited {self.stall_seconds:.2f}"
-            logger.info("saved %s (%.1f s%s)", self.path(step), seconds, stall)
+            waited = "" if self.config.async_mode == "disabled" else f", training waited {self.stall_seconds:.2f} s"
+            logger.info("saved %s (%.1f s%s)", self.path(step), seconds, waited)
             self.tidy(lambda: self.prune(step))
 
     def prune(self, step: int) -> None:

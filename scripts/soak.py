@@ -4,8 +4,8 @@
 
 First a run of two ranks that nothing disturbs. Then the same run, killed with SIGKILL at random moments, half of them
 while a checkpoint is being written, and started again until it ends: the loss of every step must be the same to the
-last bit. Then once more, on 2, 4 and 1 ranks in turn, split in other ways: losses must agree to rounding. In all of them
-a ledger of what each step has read must be the same: no token twice, none left out. Exit status 1 where it is not.
+last bit. Then once more, on 2, 4 and 1 ranks in turn, split in other ways: losses must agree to rounding. A ledger of
+what each step has read must be the same in all: no token twice, none left out. Exit status 1 where it is not.
 """
 
 import argparse

@@ -8,7 +8,15 @@ import torch
 from errors import UserError
 from models.llama.model import Llama
 from models.llama.shapes import LlamaShape
-from optimizer import LRSchedulerConfig, OptimizerConfig, build_optimizer, lr_factor, set_lr
+from optimizer import (
+    FiniteSteps,
+    LRSchedulerConfig,
+    NotFinite,
+    OptimizerConfig,
+    build_optimizer,
+    lr_factor,
+    set_lr,
+)
 
 SHAPE = LlamaShape(32, 2, 2, 1, 48, vocab_size=64, head_dim=16)
 
@@ -142,3 +150,34 @@ def test_a_step_is_that_of_the_paper() -> None:
         update = (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)) ** 0.5 + 0.01)
         theta = theta - lr * 0.5 * theta - lr * update
     assert torch.allclose(weight.detach().double(), theta, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, math.inf)])
+def test_a_step_that_is_not_finite_changes_nothing(implementation: str, loss: float, norm: float) -> None:
+    model = small_model()
+    optimizer = build_optimizer(model, OptimizerConfig(implementation=implementation))  # type: ignore[arg-type]
+    steps = FiniteSteps(optimizer, max_in_a_row=2, device=torch.device("cpu"))
+
+    def step(loss: float, norm: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, norm)
+        steps.step(torch.tensor(loss), torch.tensor(norm))
+
+    def state() -> list[torch.Tensor]:
+        moments = [t for values in optimizer.state.values() for t in values.values()]
+        return [t.detach().clone() for t in [*model.parameters(), *moments]]
+
+    step(1.0, 1.0)
+    before = state()
+    step(loss, norm)
+    step(loss, norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    assert steps.check() == 2
+    step(1.0, 1.0)
+    assert not any(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    for _ in range(3):
+        step(loss, norm)
+    step(1.0, 1.0)  # A good one after them does not hide them.
+    with pytest.raises(NotFinite, match="in 3 steps in a row, and training.max_skipped_steps allows 2"):
+        steps.check()

@@ -68,6 +68,7 @@ def runs_anywhere(folder: Path) -> None:
     if dist.get_rank() == 0:
         shutil.copytree(folder / "stopped", folder / "for others")
         shutil.copytree(folder / "stopped", folder / "for tensor parallel")
+        shutil.copytree(folder / "stopped", folder / "for float8")
     run(folder / "stopped")
     run(folder / "validated", f"{VALIDATION} --validation.freq 2")
     per_rank = 4 // dist.get_world_size()
@@ -84,6 +85,7 @@ def runs_anywhere(folder: Path) -> None:
 def runs_on_one_rank(folder: Path) -> None:
     runs_anywhere(folder)
     run(folder / "other seed", "--debug.seed 1")
+    run(folder / "for float8", "--float8.recipe_name rowwise --activation_checkpoint.mode full")
     run(folder / "all of the data once", "--training.epochs 1 --training.steps 100")
     shutil.copytree(folder / "all of the data once", folder / "and again")
     run(folder / "and again", "--training.epochs 1 --training.steps 100")
@@ -194,6 +196,14 @@ def test_the_number_of_ranks_changes_no_more_than_roundings(runs: Runs, ranks: i
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-6)
         # On a CPU, torch's float32 norm of a matrix of the head's size is itself off by 5e-5.
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
+def test_a_run_goes_on_in_another_precision(runs: Runs) -> None:
+    whole, other = runs.training(1, "whole"), runs.training(1, "for float8")
+    assert other[:3] == whole[:3]
+    for a, b in zip(whole[3:], other[3:], strict=True):
+        assert (a["lr"], a["tokens_seen"]) == (b["lr"], b["tokens_seen"])
+        assert a["loss"] != b["loss"] and a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
 def test_validation_does_not_disturb_the_training(runs: Runs) -> None:

@@ -20,8 +20,9 @@ ROOT = Path(__file__).parent.parent.parent
 STEPS = 8
 FLAGS = (
     "--config debug.toml --model.n_layers 1 --training.seq_len 32 --training.local_batch_size 2 "
-    "--checkpoint.interval 3 --training.global_batch_size 4 --lr_scheduler.warmup_steps 2 --metrics.log_freq 1 --validation.enable false "
-    f"--metrics.enable_tensorboard false --training.steps {STEPS} --checkpoint.keep_latest_k 1"
+    "--checkpoint.interval 3 --training.global_batch_size 4 --lr_scheduler.warmup_steps 2 --metrics.log_freq 1 "
+    f"--metrics.enable_tensorboard false --training.steps {STEPS} --checkpoint.keep_latest_k 1 "
+    "--validation.enable false"
 ).split()
 KILLED = -signal.SIGKILL
 
