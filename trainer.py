@@ -22,13 +22,12 @@ from data.tokenizer import open_tokenizer
 from ending import Ending, closing_lines
 from errors import ExitStatus, UserError
 from hugging_face import export_hf, load_hf
-from loss import cross_entropy_sum, valid_tokens
+from loss import valid_tokens
 from models.llama.model import Llama
 from models.llama.parallelize import collectives_table, parallelize_llama, table
 from optimizer import FiniteSteps, NotFinite, build_optimizer, lr_factor, set_lr
 from parallelisms.fsdp import DTYPES
 from parallelisms.mesh import build_meshes, set_timeouts
-from parallelisms.tensor_parallel import vocab_parallel_cross_entropy_sum
 from parallelisms.tp_ops import recording
 from settings import write_toml
 from stopping import StopRequests
@@ -76,7 +75,6 @@ class Trainer:
         self.model = self.build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.steps = FiniteSteps(self.optimizer, config.training.max_skipped_steps, self.device)
-        self.loss_fn = self.build_loss()
         self.checkpoints = self.open_checkpoints()
         self.restore()
 
@@ -174,13 +172,6 @@ class Trainer:
                 json.dumps([asdict(row) for row in self.applied], indent=1) + "\n"
             )
 
-    def build_loss(self) -> Any:
-        compile, tp = self.config.compile, self.meshes.tp
-        loss_fn = cross_entropy_sum if tp is None else vocab_parallel_cross_entropy_sum(tp)
-        if compile.enable and "loss" in compile.components:
-            return torch.compile(loss_fn, backend=compile.backend, fullgraph=True)
-        return loss_fn
-
     def open_checkpoints(self) -> CheckpointManager:
         return CheckpointManager(
             self.config.checkpoint,
@@ -266,7 +257,7 @@ class Trainer:
 
     def validate(self) -> None:
         loss = validate(
-            self.config, self.model, self.loss_fn, self.tokenizer, self.meshes, self.device,
+            self.config, self.model, self.tokenizer, self.meshes, self.device,
             after_batch=lambda: self.expect(f"validation after step {self.step}"),
         )  # fmt: skip
         if self.writer is not None:
@@ -326,28 +317,29 @@ class Trainer:
     def train_step(self, inputs: Tensor, labels: Tensor) -> None:
         """One optimizer step over this rank's rows of the global batch: int64 (rows, seq_len) on the host."""
         training = self.config.training
-        loss_sum, tokens, global_tokens = self.forward_backward(inputs, labels)
-        loss_max = loss_sum / tokens.clamp(min=1)
-        dist.all_reduce(loss_sum, group=self.dp_group)
+        loss, tokens, global_tokens = self.forward_backward(inputs, labels)
+        loss_max = loss * global_tokens / tokens.clamp(min=1)
+        dist.all_reduce(loss, group=self.dp_group)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or float("inf"))
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.schedule_steps)
         set_lr(self.optimizer, lr)
         self.checkpoints.wait_for_copy()
-        self.steps.step(loss_sum, grad_norm)
+        self.steps.step(loss, grad_norm)
         self.optimizer.zero_grad()
 
         self.clock.step(labels.numel() * self.dp_degree // self.world_size)  # Tensor parallel ranks share their tokens.
         self.tokens_seen += labels.numel() * self.dp_degree
-        self.unlogged = (loss_sum / global_tokens, loss_max, grad_norm, lr)
+        self.unlogged = (loss, loss_max, grad_norm, lr)
         if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.step == training.steps:
             self.log(*self.unlogged)
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Adds the gradients of the mean loss over the global batch to the parameters.
 
-        Returns this rank's summed loss, its valid tokens, and those of the global batch: float32 scalars on the device.
+        Returns this rank's share of that mean, its valid tokens, and those of the global batch: float32 scalars on the
+        device.
         """
         size = self.config.training.local_batch_size
         inputs, labels = (t.to(self.device, non_blocking=True) for t in (inputs, labels))
@@ -356,9 +348,9 @@ class Trainer:
         dist.all_reduce(global_tokens, group=self.dp_group)
         losses = []
         for micro_inputs, micro_labels in zip(inputs.split(size), labels.split(size), strict=True):
-            loss = self.loss_fn(self.model(micro_inputs), micro_labels.flatten())
             # Gradients are summed over micro-batches and ranks: dividing here makes the sum a mean over tokens.
-            (loss / global_tokens).backward()
+            loss = self.model(micro_inputs, micro_labels, global_tokens)
+            loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum(), tokens, global_tokens
 

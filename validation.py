@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from config import JobConfig
 from data.loader import BatchLoader, next_batch
@@ -19,7 +19,6 @@ from parallelisms.mesh import Meshes
 def validate(
     config: JobConfig,
     model: nn.Module,
-    loss_fn: Callable[[Tensor, Tensor], Tensor],
     tokenizer: Tokenizer,
     meshes: Meshes,
     device: torch.device,
@@ -33,7 +32,8 @@ def validate(
     rows = validation.local_batch_size
     lanes = rows * meshes.dp.size()
     source = open_source(validation.dataset, validation.dataset_path, config.debug.seed)
-    total, count = torch.zeros(2, 1, device=device)
+    total, count = torch.zeros(2, device=device)
+    one = torch.ones((), device=device)
     model.eval()
     with BatchLoader(
         source, tokenizer, seq_len=config.training.seq_len, lanes=lanes, num_lanes=rows,
@@ -42,7 +42,7 @@ def validate(
         batches = 0
         while batches != validation.steps and (batch := next_batch(loader, can_end=True)) is not None:
             inputs, labels = (t.to(device) for t in batch)
-            total += loss_fn(model(inputs), labels.flatten())
+            total += model(inputs, labels, one)
             count += valid_tokens(labels)
             batches += 1
             after_batch()

@@ -82,9 +82,10 @@ class ColumnLinears(torch.autograd.Function):
     """x: (tokens / tp, dim), w_i: (out_i / tp, dim) -> gather(x) @ w_i.T, (tokens, out_i / tp) each."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, recipe: str | None, group: str, fused: bool, layer: str, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """rest: recipe, group, fused, layer, *weights. Not by their names: without gradients torch 2.13's compiler takes
+        a forward that is given one argument more than it names for one without ctx, and *weights may be that one."""
+        recipe, group, fused, layer, *weights = rest
         ctx.recipe, ctx.group, ctx.fused, ctx.layer = recipe, group, fused, layer
         if recipe is None:
             ctx.save_for_backward(x, *weights)

@@ -1,4 +1,4 @@
-"""Tensor parallelism on flattened tokens, for what is not a block's linear: embedding, norms, output head, loss.
+"""Tensor parallelism on flattened tokens, for what is not a block's linear: embedding and norms.
 
 Between the column groups and the row linears (parallelisms/linears.py) a rank holds its share of the tokens,
 (tokens / tp, dim), rows in the order of the batch. Parameters are DTensors, so that FSDP2, clipping and checkpoints
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from loss import IGNORE_INDEX
 from parallelisms import tp_ops
+from parallelisms.linear_loss import rows_here
 from parallelisms.linears import local_weight
 
 
@@ -23,13 +23,6 @@ def split_parameter(module: nn.Linear | nn.Embedding | nn.RMSNorm, mesh: DeviceM
     """Makes the module's weight a DTensor over `mesh`. The model is on the meta device: nothing is sent."""
     weight = distribute_tensor(module.weight.detach(), mesh, [placement], src_data_rank=None)
     module.weight = nn.Parameter(weight)
-
-
-def rows_here(ids: Tensor, rank: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Where the ids are among the rank's `rows` vocabulary rows (0 for another rank's), and which are: both as ids."""
-    here = ids - rank * rows
-    mine = (here >= 0) & (here < rows)
-    return here.where(mine, 0), mine
 
 
 class ScatterTokens(torch.autograd.Function):
@@ -84,38 +77,3 @@ def split_norm_tokens(norm: Any, mesh: DeviceMesh) -> None:
 def norm_of_token_share(self: Any, x: Tensor) -> Tensor:
     weight = SumGradient.apply(local_weight(self), self.tp_group)
     return F.rms_norm(x, self.normalized_shape, weight, self.eps)
-
-
-class VocabParallelCrossEntropy(torch.autograd.Function):
-    """logits: (tokens, vocab / tp) of this rank; labels: int64 (tokens,) -> summed nats, the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, rank: int, group: str) -> Tensor:
-        x = logits.float()
-        here, mine = rows_here(labels, rank, x.shape[1])
-        maximum = tp_ops.all_reduce(x.amax(dim=1), "max", group, "loss")
-        denominator = (x - maximum[:, None]).exp().sum(dim=1)
-        target = x.gather(1, here[:, None])[:, 0] * mine
-        denominator, target = tp_ops.all_reduce(torch.stack((denominator, target)), "sum", group, "loss").unbind()
-        log_denominator = denominator.log() + maximum
-        counts = labels != IGNORE_INDEX
-        ctx.save_for_backward(logits, log_denominator, here, mine, counts)
-        return ((log_denominator - target) * counts).sum()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, log_denominator, here, mine, counts = ctx.saved_tensors
-        probability = (logits.float() - log_denominator[:, None]).exp()
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        is_target = (columns == here[:, None]) & mine[:, None]
-        return ((probability - is_target.float()) * (counts * g)[:, None]).to(logits.dtype), None, None, None
-
-
-def vocab_parallel_cross_entropy_sum(mesh: DeviceMesh) -> Any:
-    """loss.cross_entropy_sum for logits whose vocabulary is split over the mesh."""
-    group, rank = mesh.get_group().group_name, mesh.get_local_rank()
-
-    def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-        return VocabParallelCrossEntropy.apply(logits, labels, rank, group)
-
-    return cross_entropy_sum

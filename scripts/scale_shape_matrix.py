@@ -30,7 +30,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from float8.convert import Float8Config
-from loss import cross_entropy_sum
 from models.llama.model import Llama, TransformerBlock
 from models.llama.parallelize import parallelize_llama
 from models.llama.shapes import LlamaShape
@@ -39,7 +38,6 @@ from parallelisms.async_tp import compare_with_plan
 from parallelisms.compile import CompileConfig
 from parallelisms.linears import Linears
 from parallelisms.mesh import Meshes, ParallelismConfig, build_meshes
-from parallelisms.tensor_parallel import vocab_parallel_cross_entropy_sum
 from parallelisms.tp_ops import recording
 from scripts import symm_mem_on_cpu
 from scripts.local_ranks import launch
@@ -142,8 +140,8 @@ def batch_of(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
     return inputs.to(device), labels.to(device)
 
 
-def measure(model: Llama, inputs: Tensor, labels: Tensor, loss_fn, global_tokens: int) -> dict[str, Tensor]:
-    """One forward and backward. This rank's logits and input gradient, and the parameters' gradients as they are."""
+def measure(model: Llama, inputs: Tensor, labels: Tensor, count: Tensor) -> dict[str, Tensor]:
+    """One forward and backward. This rank's input gradient, and the parameters' gradients as they are."""
     found: dict[str, Tensor] = {}
 
     def keep(module, args, out):
@@ -151,13 +149,17 @@ def measure(model: Llama, inputs: Tensor, labels: Tensor, loss_fn, global_tokens
         out.retain_grad()
 
     hook = model.tok_embeddings.register_forward_hook(keep)
-    logits = model(inputs)
-    (loss_fn(logits, labels.flatten()) / global_tokens).backward()
+    model(inputs, labels, count).backward()
     hook.remove()
     embedded = found["input gradient"]
     assert embedded.grad is not None
     grads = {f"{name} gradient": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), "input gradient": embedded.grad, **grads}
+    return {"input gradient": embedded.grad, **grads}
+
+
+@torch.no_grad()
+def logits_of(model: Llama, inputs: Tensor) -> Tensor:
+    return model(inputs)
 
 
 def one_process(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -173,7 +175,7 @@ def one_process(case: Case, device: torch.device, dtype: torch.dtype) -> dict[st
             linears = Linears(column_recipe=case.recipe, row_recipe=case.recipe, group="", fused=False)
             block.attention.linears = block.feed_forward.linears = linears  # type: ignore[assignment]
     inputs, labels = batch_of(case, device)
-    return measure(model, inputs, labels, cross_entropy_sum, int((labels >= 0).sum()))
+    return {"logits": logits_of(model, inputs), **measure(model, inputs, labels, (labels >= 0).sum())}
 
 
 @functools.cache
@@ -222,11 +224,11 @@ def run_case(case: Case, device: torch.device) -> tuple[dict[str, Tensor], str]:
     )
     model.to_empty(device=device)
     fill(model, device)
-    loss_fn = cross_entropy_sum if meshes.tp is None else vocab_parallel_cross_entropy_sum(meshes.tp)
     inputs, labels = batch_of(case, device)
     mine = slice(meshes.dp.get_local_rank() * case.batch, (meshes.dp.get_local_rank() + 1) * case.batch)
     with recording() as collectives:
-        found = measure(model, inputs[mine], labels[mine], loss_fn, int((labels >= 0).sum()))
+        found = measure(model, inputs[mine], labels[mine], (labels >= 0).sum())
+    found["logits"] = logits_of(model, inputs[mine])
     found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in found.items()}
     # Rank 0 compares: it needs all of the logits and of the input gradient.
     found["logits"] = whole(found["logits"], meshes, tp_dim=1)

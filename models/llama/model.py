@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from loss import cross_entropy_sum
 from models.llama.shapes import LlamaShape, RopeScaling
 
 # cuDNN is the fastest on Hopper (docs/performance.md); the others serve where it cannot.
@@ -131,16 +132,25 @@ class Llama(nn.Module):
         self.freqs_cis: Tensor
         self.register_buffer("freqs_cis", torch.empty(max_seq_len, shape.head_dim // 2, 2), persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """tokens: int64 (batch, seq_len) -> logits (batch * seq_len, vocab_size) in the compute precision."""
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+        """tokens: int64 (batch, seq_len) -> logits (batch * seq_len, vocab_size) in the compute precision.
+
+        With labels, int64 (batch, seq_len), and count, a float32 scalar: the summed loss / count, a float32 scalar.
+        """
         seq_len = tokens.shape[1]
         x = self.tok_embeddings(tokens.flatten())
         for layer in self.layers:
             x = layer(x, self.freqs_cis, seq_len)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if labels is None else self.head_loss(x, labels.flatten(), count)
 
     def head(self, x: Tensor) -> Tensor:
         return self.output(x) if self.output is not None else F.linear(x, self.tok_embeddings.weight)
+
+    def head_loss(self, x: Tensor, labels: Tensor, count: Tensor | None) -> Tensor:
+        """models/llama/parallelize.py puts one in its place that does not need the logits."""
+        assert count is not None
+        return cross_entropy_sum(self.head(x), labels) / count
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device) -> None:

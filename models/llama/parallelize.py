@@ -4,6 +4,7 @@ import types
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -15,6 +16,7 @@ from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply
 from parallelisms.async_tp import compare_with_plan, why_not_fused
 from parallelisms.compile import CompileConfig, compile_blocks
 from parallelisms.fsdp import apply_fsdp
+from parallelisms.linear_loss import CHUNK_ELEMENTS, HeadLoss, loss_and_gradient
 from parallelisms.linears import Linears, local_weight, take_local_weights
 from parallelisms.mesh import Meshes, ParallelismConfig
 from parallelisms.tensor_parallel import split_embedding, split_norm_tokens, split_parameter
@@ -59,6 +61,7 @@ def parallelize_llama(
     elif selection.chosen or meshes.tp is not None:
         linears_rows += replace_linears(model, meshes, parallelism, float8.recipe_name, selection)
 
+    loss_row = put_loss(model, meshes.tp, compile, "output" in selection.chosen)
     blocks = len(model.layers)
     checkpointed = apply_activation_checkpointing(model.layers, activation_checkpoint)
     compiled = compile_blocks(model.layers, compile)
@@ -86,6 +89,7 @@ def parallelize_llama(
         *linears_rows,
         Applied("activation checkpointing", asked_ac.get(ac.mode, ac.mode), f"{checkpointed} of {blocks} blocks"),
         Applied("compile", " + ".join(compile.components) if compile.enable else "off", f"{compiled} blocks"),
+        loss_row,
         Applied("FSDP2", f"{shards} shards x {replicas} replicas", f"{sharding.units} units"),
         Applied("  precision", asked_precision, "master weights float32"),
         Applied("  reshard after forward", parallelism.fsdp_reshard_after_forward, f"{sharding.resharded} units"),
@@ -152,6 +156,35 @@ def replace_linears(
         for name in selection.chosen:
             check_alignment(name, local_weight(model.get_submodule(name)).shape, tp.size())
     return rows
+
+
+def put_loss(model: Llama, tp: DeviceMesh | None, compile: CompileConfig, head_is_float8: bool) -> Applied:
+    """Has the model's head make the loss of the logits, and not need them whole where it multiplies in bf16."""
+    compiled = compile.enable and "loss" in compile.components
+    loss = HeadLoss(
+        torch.compile(loss_and_gradient, backend=compile.backend, fullgraph=True) if compiled else loss_and_gradient,
+        rank=0 if tp is None else tp.get_local_rank(),
+        group="" if tp is None else tp.get_group().group_name,
+    )
+    linear = model.tok_embeddings if model.output is None else model.output
+    head = model.head if model.output is None else model.output.forward
+
+    def forward(self: nn.Module, x: Tensor, labels: Tensor | None = None, count: Tensor | None = None) -> Tensor:
+        if labels is None:
+            return head(x)
+        assert count is not None
+        if head_is_float8:
+            return loss.of_logits(head(x), labels, count)
+        return loss.of_linear(x, local_weight(linear), labels, count)
+
+    # FSDP gathers the head's weight for a call of the module; a tied one belongs to the whole model.
+    if model.output is None:
+        model.head_loss = types.MethodType(forward, model)  # type: ignore[method-assign]
+    else:
+        model.output.forward = types.MethodType(forward, model.output)  # type: ignore[method-assign]
+        model.head_loss = model.output.__call__  # type: ignore[method-assign]
+    chunks = "of whole logits" if head_is_float8 else f"chunks of {CHUNK_ELEMENTS // linear.weight.shape[0]:,} tokens"
+    return Applied("loss", "compiled" if compiled else "eager", chunks)
 
 
 def split_parameters(model: Llama, tp: DeviceMesh) -> None:

@@ -61,3 +61,19 @@ def test_without_a_recipe_or_a_group_it_is_the_plain_linear() -> None:
     plain = Linears(column_recipe=None, row_recipe=None, group="", fused=False)
     assert torch.equal(plain.row("wo", x, linear), linear(x))
     assert torch.equal(plain.column("wq", x, linear)[0], linear(x))
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", None])
+def test_compiled_without_gradients(recipe: str | None) -> None:
+    """As validation runs them."""
+    linears = Linears(column_recipe=recipe, row_recipe=recipe, group="", fused=False)
+    x, modules = torch.randn(32, 16), [nn.Linear(16, 16 * n, bias=False) for n in (1, 2, 3)]
+    for count in (1, 2, 3):
+
+        def column(x: torch.Tensor, count: int = count) -> tuple[torch.Tensor, ...]:
+            return linears.column("a b c", linears.row("d", x, modules[0]), *modules[:count])
+
+        expected = column(x)
+        with torch.no_grad():
+            found = torch.compile(column, backend="eager", fullgraph=True)(x)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

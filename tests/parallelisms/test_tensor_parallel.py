@@ -1,4 +1,4 @@
-"""Embedding, head and loss over a split vocabulary, tied or not, against the whole ones on one process."""
+"""Embedding and head over a split vocabulary, tied or not, against the whole ones on one process."""
 
 import dataclasses
 from pathlib import Path
@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from loss import IGNORE_INDEX, cross_entropy_sum
-from parallelisms.tensor_parallel import split_embedding, vocab_parallel_cross_entropy_sum
+from parallelisms.tensor_parallel import split_embedding
 from scripts import scale_shape_matrix as matrix
 from scripts.local_ranks import launch
 
@@ -34,29 +33,6 @@ def check_embedding() -> None:
     torch.testing.assert_close(split.weight.grad.full_tensor(), whole.weight.grad, rtol=1e-6, atol=1e-6)
 
 
-def check_loss() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    torch.manual_seed(1)
-    logits, labels = 20 * torch.randn(TOKENS, VOCAB), torch.randint(VOCAB, (TOKENS,))
-    labels[::5] = IGNORE_INDEX
-    whole = logits.clone().double().requires_grad_()
-    part = logits.chunk(2, 1)[dist.get_rank()].clone().requires_grad_()
-    exact = torch.nn.functional.cross_entropy(whole, labels, reduction="sum", ignore_index=IGNORE_INDEX)
-    loss = vocab_parallel_cross_entropy_sum(mesh)(part, labels)
-    assert abs(loss.item() / exact.item() - 1) < 1e-6
-    assert abs(loss.item() / cross_entropy_sum(logits, labels).item() - 1) < 1e-6
-    (loss / 7).backward()
-    (exact / 7).backward()
-    # float32 against float64, over VOCAB exponentials.
-    torch.testing.assert_close(part.grad.double(), whole.grad.chunk(2, 1)[dist.get_rank()], rtol=1e-5, atol=1e-6)
-    # Every label ignored: no loss, no gradient, no NaN.
-    part.grad = None
-    loss = vocab_parallel_cross_entropy_sum(mesh)(part, torch.full_like(labels, IGNORE_INDEX))
-    loss.backward()
-    assert loss.item() == 0
-    assert not part.grad.any()
-
-
 def check_tied_model(folder: Path) -> None:
     """A tied head under TP, float8 in all of the blocks and in the head."""
     matrix.SHAPE = dataclasses.replace(matrix.SHAPE, tie_embeddings=True)
@@ -73,7 +49,6 @@ def check_tied_model(folder: Path) -> None:
 
 def everything(folder: Path) -> None:
     check_embedding()
-    check_loss()
     check_tied_model(folder)
 
 
