@@ -11,6 +11,7 @@ what each step has read must be the same in all: no token twice, none left out. 
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -175,7 +176,7 @@ def compare(name: str, folder: Path, reference: Path, tolerance: float) -> list[
     if losses.keys() != expected.keys():
         faults.append(f"{name}: it logged the steps {sorted(losses)}")
     gaps = {step: abs(losses[step] - expected[step]) / expected[step] for step in losses.keys() & expected.keys()}
-    worst = max(gaps, key=lambda step: gaps[step])
+    worst = max(gaps, key=lambda step: math.inf if math.isnan(gaps[step]) else gaps[step])
     same = sum(losses[step] == expected[step] for step in gaps)
     print(f"{name}: {same} of {len(expected)} losses bit-identical, the largest gap {gaps[worst]:.1e} at step {worst}")
     if not gaps[worst] <= tolerance:
