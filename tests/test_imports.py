@@ -13,7 +13,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
     "loss": set(),
-    "optimizer": set(),
+    "optimizer": {"bf16_adamw"},
     "checkpoint": set(),
     "data": set(),
     "telemetry": set(),
@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"loss"},
 }
 EXCEPTIONS = {"models/llama/parallelize.py": {"float8", "parallelisms"}}  # Where model and techniques meet.
-TRAINER_IS_FOR = {"train.py", "scripts/soak.py", "scripts/bench_checkpoint.py"}  # These two train, and look on.
+TRAINER_IS_FOR = {"train.py", "scripts/soak.py", "scripts/bench_checkpoint.py", "scripts/bench.py"}  # These train.
 
 
 def sources() -> list[str]:

@@ -1,0 +1,193 @@
+"""Tokens a second, memory and time by kind of kernel, of Rowhouse and of torchtitan where it is installed.
+
+    python -m scripts.bench                                  # the cases below, each once
+    python -m scripts.bench --cases 8b-rowwise --repeats 3   # alternating; the table gives median and range
+    python -m scripts.bench --case mine="--config llama1b.toml --training.local_batch_size 4"
+
+Each run is a process of its own: some steps to compile and warm up, then timed ones, then two in torch's profiler.
+One table comes last; --json FILE keeps all of it. torchtitan (0.2.2, its last release with TOML files) gets the same
+shapes, text and techniques: scripts/bench_torchtitan.py.
+"""
+
+import argparse
+import json
+import logging
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from config import load_config
+from data.loader import next_batch
+from parallelisms.mesh import CommConfig, init_process_group
+from telemetry.memory import peak_memory
+from trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+WARM, TIMED, PROFILED = 6, 8, 2
+
+WIDE = "--config llama8b.toml --model.n_layers 16 --training.local_batch_size 2 --activation_checkpoint.mode selective"
+WHOLE = "--config llama8b.toml --training.local_batch_size 1 --activation_checkpoint.mode full"
+OURS = {
+    "wide-bf16": WIDE,
+    "wide-rowwise": f"{WIDE} --float8.recipe_name rowwise",
+    "wide-rowwise-torchao": f"{WIDE} --float8.recipe_name rowwise --float8.backend torchao",
+    "wide-tensorwise-torchao": f"{WIDE} --float8.recipe_name tensorwise",
+    "8b-rowwise": f"{WHOLE} --float8.recipe_name rowwise",
+}
+TITAN_FLOAT8 = "--model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns output"
+TITAN_ROWWISE = f"{TITAN_FLOAT8} --quantize.linear.float8.recipe_name rowwise"
+TITAN_WHOLE = "--activation_checkpoint.mode full --training.local_batch_size 1"
+# name -> (layers, flags)
+TITAN = {
+    "torchtitan-wide-bf16": (16, ""),
+    "torchtitan-wide-rowwise": (16, TITAN_ROWWISE),
+    "torchtitan-wide-tensorwise": (16, TITAN_FLOAT8),
+    "torchtitan-8b-rowwise": (32, f"{TITAN_ROWWISE} {TITAN_WHOLE}"),
+}
+
+KINDS = {  # kind -> kernels whose names match, the first kind that does
+    "attention": r"fmha|flash|cudnn_generated|sdpa",
+    "matmul": r"gemm|nvjet|cutlass|xmma|cublas|matmul",
+    "optimizer": r"adam",
+    "float8, norm, elementwise": r"triton|rows_kernel|columns_kernel|elementwise|reduce_kernel|vectorized|softmax",
+    "copies": r"memcpy|memset|copy|cat",
+}
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
+
+
+def measure(flags: str) -> dict[str, Any]:
+    """Trains in this process and measures: tokens/s, milliseconds of a step by kind of kernel, GiB, loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        more = f"--checkpoint.enable false --validation.enable false --metrics.log_freq 1000 --job.dump_folder {folder}"
+        config = load_config([*flags.split(), *more.split(), "--lr_scheduler.warmup_steps", "2"], 1)
+        trainer = Trainer(config, init_process_group(CommConfig()))
+        compiled = time.perf_counter()
+        run_steps(trainer, 1)
+        first_step = time.perf_counter() - compiled
+        run_steps(trainer, WARM)
+        seconds = [run_steps(trainer, 1) for _ in range(TIMED)]
+        memory = peak_memory(trainer.device)
+        kinds = profiled(trainer) if trainer.device.type == "cuda" else {}
+        tokens = config.training.seq_len * config.training.lanes(1)
+        assert trainer.unlogged is not None
+        loss = trainer.unlogged[0].item()
+        trainer.close()
+        dist.destroy_process_group()
+    return {
+        "tokens_per_second": tokens / statistics.median(seconds),
+        "gib": memory.gib,
+        "first_step_seconds": first_step,
+        "loss": loss,
+        "milliseconds": kinds,
+    }
+
+
+def run_steps(trainer: Trainer, steps: int) -> float:
+    """Seconds, to the end of the work on the device."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        batch = next_batch(trainer.loader, can_end=False)
+        assert batch is not None
+        trainer.step += 1
+        trainer.train_step(*batch)
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def profiled(trainer: Trainer) -> dict[str, float]:
+    """Milliseconds of a step that kernels of each kind took on the GPU, and what was left of it."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        seconds = run_steps(trainer, PROFILED)
+    kinds: Counter[str] = Counter()
+    for event in profile.key_averages():
+        kinds[kind_of(event.key)] += event.self_device_time_total / 1000 / PROFILED
+    return {**kinds, "idle": seconds * 1000 / PROFILED - sum(kinds.values())}
+
+
+def run(name: str, cases: dict[str, str]) -> dict[str, Any]:
+    """One run in a process of its own. Raises RuntimeError with the end of its output where it fails."""
+    env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+    if name in TITAN:
+        layers, flags = TITAN[name]
+        command = [sys.executable, "-m", "scripts.bench_torchtitan", str(layers), *flags.split()]
+    else:
+        command = [sys.executable, "-m", "scripts.bench", "--measure", cases[name]]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} failed with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    kinds = list(dict.fromkeys(kind for runs in results.values() for kind in runs[0].get("milliseconds", {})))
+    lines = ["| case | tokens/s | range | GiB | first step, s | loss |" + "".join(f" {kind}, ms |" for kind in kinds)]
+    lines.append("| --- " * (6 + len(kinds)) + "|")
+    for name, runs in results.items():
+        speeds = [r["tokens_per_second"] for r in runs]
+        middle = runs[speeds.index(statistics.median_low(speeds))]
+        cells = [name, f"{statistics.median(speeds):,.0f}", f"{min(speeds):,.0f} to {max(speeds):,.0f}"]
+        cells += [f"{middle['gib']:.1f}", f"{middle['first_step_seconds']:.0f}", f"{middle['loss']:.3f}"]
+        cells += [f"{middle['milliseconds'].get(kind, 0):.1f}" for kind in kinds] if "milliseconds" in middle else []
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Tokens a second, memory, and time by kind of kernel.")
+    parser.add_argument("--cases", nargs="*", metavar="NAME", help=f"of {', '.join([*OURS, *TITAN])} (default: all)")
+    parser.add_argument("--case", action="append", default=[], metavar="NAME=FLAGS", help="a case of your own")
+    parser.add_argument("--repeats", type=int, default=1, metavar="N", help="of all cases in turn (default: 1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all results")
+    parser.add_argument("--measure", metavar="FLAGS", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        logging.disable(logging.INFO)
+        print(json.dumps(measure(args.measure)))
+        return 0
+    own = dict(case.split("=", 1) for case in args.case)
+    names = [*(args.cases if args.cases is not None else [] if own else [*OURS, *TITAN]), *own]
+    unknown = [name for name in names if name not in {**OURS, **TITAN, **own}]
+    if unknown:
+        print(f"bench: there is no case {', '.join(unknown)}; there are {', '.join([*OURS, *TITAN])}", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available() and not own:
+        print(
+            "There is no GPU here, which these models need: nothing can be measured. Give a small --case of your own."
+        )
+        return 0
+    if any(name in TITAN for name in names) and find_spec("torchtitan") is None:
+        print("torchtitan is not installed: its cases are left out (pip install torchtitan==0.2.2)")
+        names = [name for name in names if name not in TITAN]
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for repeat in range(args.repeats):
+        for name in names:
+            try:
+                results[name].append(run(name, {**OURS, **own}))
+            except RuntimeError as error:
+                print(f"bench: {error}", file=sys.stderr)
+                return 1
+            print(f"{repeat + 1}: {name}: {results[name][-1]['tokens_per_second']:,.0f} tokens/s", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1))
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(f"\n{device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n\n{table(results)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
