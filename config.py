@@ -176,7 +176,10 @@ class JobConfig:
             text = f"{self.lr_scheduler.warmup_steps} is more than the {self.schedule_steps} steps of the schedule"
             length = "training.steps" if self.lr_scheduler.total_steps is None else "lr_scheduler.total_steps"
             found.append(("lr_scheduler.warmup_steps", f"{text}; lower it, or raise {length}"))
-        if self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
+        if self.training.enable_cpu_offload and self.optimizer.state_dtype == "bfloat16":
+            text = "bfloat16 is for a GPU, and the parameters are in host memory (training.enable_cpu_offload); "
+            found.append(("optimizer.state_dtype", text + 'take float32, and optimizer.implementation "foreach"'))
+        elif self.training.enable_cpu_offload and self.optimizer.implementation == "fused":
             text = "the parameters are in host memory (training.enable_cpu_offload); take foreach"
             found.append(("optimizer.implementation", text))
         return found

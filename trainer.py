@@ -73,7 +73,7 @@ class Trainer:
         self.tokenizer = open_tokenizer(config.model.tokenizer_path, config.model.shape().vocab_size)
         self.loader = self.open_data()
         self.model = self.build_model()
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.optimizer = build_optimizer(self.model, config.optimizer, config.debug.seed)
         self.steps = FiniteSteps(self.optimizer, config.training.max_skipped_steps, self.device)
         self.checkpoints = self.open_checkpoints()
         self.restore()

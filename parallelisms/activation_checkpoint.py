@@ -26,15 +26,19 @@ ATTENTION_OPS = {
     aten._scaled_dot_product_fused_attention_overrideable.default,
 }
 MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default, torch.ops.rowhouse.scaled_mm.default}
+MATMULS = 7  # Of a block, in this order: wq wk wv wo w1 w3 w2. Backward does not need what the last one gives.
 # Tensor parallel matmuls come with a collective, and are told apart by the layer that they serve. Those kept save a
-# collective in backward each; w1 and w3, the largest, and w2, whose output backward does not need, are computed again.
+# collective in backward each.
 TENSOR_PARALLEL_OPS = {
     torch.ops.rowhouse.gather_matmul.default,
     torch.ops.rowhouse.matmul_scatter.default,
     torch.ops.rowhouse.gather_scaled_matmul.default,
     torch.ops.rowhouse.scaled_matmul_scatter.default,
 }
-KEPT_LAYERS = {"wq wk wv", "wo"}
+KEPT = {  # option -> (matmuls of a block, counted from 1; tensor parallel ones)
+    "op": ({1, 3, 5}, {"wq wk wv", "wo"}),
+    "matmuls": (set(range(1, MATMULS)), {"wq wk wv", "wo", "w1 w3"}),
+}
 # The amax of a whole tensor (tensor-wise float8) is one number: dear to compute, free to keep.
 CHEAP_OPS = {aten.max.default}
 
@@ -46,34 +50,38 @@ class ActivationCheckpointConfig:
     mode: Literal["none", "full", "selective", "memory_budget"] = "selective"
     """none keeps all; full a block's input; selective: see selective_ac_option; memory_budget: the compiler chooses."""
     selective_ac_option: str = "op"
-    """"op" keeps attention and every second matmul of a block (tensor parallel: wq, wk, wv and wo); a number n
-    checkpoints every n-th block in full."""
+    """"op" keeps attention and every second matmul of a block (tensor parallel: wq, wk, wv and wo); "matmuls" keeps
+    attention and all matmuls, and computes norms, SwiGLU and float8 values again; a number n checkpoints every n-th
+    block in full."""
     memory_budget: float = 0.5
     """With mode memory_budget: the share of activations that may be kept, 0 (as full) to 1 (as none). Needs compile."""
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
         option = self.selective_ac_option
-        if option != "op" and not (option.isdecimal() and int(option) > 0):
-            found.append(("selective_ac_option", f'"{option}" is neither "op" nor a positive number; give one of them'))
+        if option not in KEPT and not (option.isdecimal() and int(option) > 0):
+            text = f'"{option}" is neither "op" nor "matmuls" nor a positive number; give one of them'
+            found.append(("selective_ac_option", text))
         if not 0 <= self.memory_budget <= 1:
             found.append(("memory_budget", f"{self.memory_budget} is not a share; give a number from 0 to 1"))
         return found
 
 
-def selective_op_contexts() -> tuple[Any, Any]:
-    """Keeps attention and every second matmul: half the matmul outputs for half their cost again.
+def selective_contexts(option: str) -> tuple[Any, Any]:
+    """Keeps attention, and of the matmuls those that KEPT names. A matmul's output costs the more to compute again the
+    longer its sum, and all but w2's are as long: none is better to keep than another, attention is before all.
 
     The forward pass and its recomputation count separately and meet the same operations in the same order.
     """
     matmuls: dict[bool, int] = defaultdict(int)
+    kept_matmuls, kept_layers = KEPT[option]
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in MATMUL_OPS:
             matmuls[ctx.is_recompute] += 1
-            keep = matmuls[ctx.is_recompute] % 2 == 1
+            keep = matmuls[ctx.is_recompute] in kept_matmuls
         elif op in TENSOR_PARALLEL_OPS:
-            keep = not KEPT_LAYERS.isdisjoint(arg for arg in args if isinstance(arg, str))
+            keep = not kept_layers.isdisjoint(arg for arg in args if isinstance(arg, str))
         else:
             keep = op in ATTENTION_OPS or op in CHEAP_OPS
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -88,12 +96,12 @@ def apply_activation_checkpointing(layers: nn.ModuleList, config: ActivationChec
     torch._functorch.config.activation_memory_budget = config.memory_budget if by_budget else 1.0
     if by_budget or config.mode == "none":
         return len(layers) if by_budget else 0
-    by_op = config.mode == "selective" and config.selective_ac_option == "op"
+    by_op = config.mode == "selective" and config.selective_ac_option in KEPT
     every = int(config.selective_ac_option) if config.mode == "selective" and not by_op else 1
     # Nothing in a block is random, so no generator state needs to be kept for the recomputation.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if by_op:
-        options["context_fn"] = selective_op_contexts
+        options["context_fn"] = functools.partial(selective_contexts, config.selective_ac_option)
     chosen = [layer for i, layer in enumerate(layers) if i % every == 0]
     for layer in chosen:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)

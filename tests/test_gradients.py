@@ -30,6 +30,7 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {
     "nothing": ("--activation_checkpoint.mode none", (1, 2, 4)),
     "AC full": ("--activation_checkpoint.mode full", (1, 2)),
     "AC selective op": ("--activation_checkpoint.mode selective", (1, 2)),
+    "AC selective matmuls": ("--activation_checkpoint.selective_ac_option matmuls", (1, 2)),
     "AC selective every 2nd": ("--activation_checkpoint.selective_ac_option 2", (1,)),
     "accumulation 2": ("--training.local_batch_size 4", (1,)),
     "accumulation 4": ("--training.local_batch_size 2", (1, 2)),
@@ -55,6 +56,7 @@ FLOAT8_CASES = {
     "float8 none": (FLOAT8 + "none", (1,)),
     "float8 full": (FLOAT8 + "full", (1, 2)),
     "float8 selective op": (FLOAT8 + "selective", (1,)),
+    "float8 selective matmuls": (FLOAT8 + "selective --activation_checkpoint.selective_ac_option matmuls", (1,)),
 }
 
 
@@ -133,10 +135,15 @@ def test_every_way_gives_the_same_gradients(results: dict[str, dict[str, torch.T
 
 def test_recomputation_is_bit_identical(results: dict[str, dict[str, torch.Tensor]]) -> None:
     for plain, modes in {
-        "nothing, 1 ranks": ["AC full, 1 ranks", "AC selective op, 1 ranks", "AC selective every 2nd, 1 ranks"],
+        "nothing, 1 ranks": [
+            "AC full, 1 ranks", "AC selective op, 1 ranks", "AC selective matmuls, 1 ranks",
+            "AC selective every 2nd, 1 ranks",
+        ],
         "nothing, 2 ranks": ["AC full, 2 ranks", "AC selective op, 2 ranks", "reshard always, 2 ranks"],
         "reshard always, 2 ranks": ["reshard never, 2 ranks"],
-        "float8 none, 1 ranks": ["float8 full, 1 ranks", "float8 selective op, 1 ranks"],
+        "float8 none, 1 ranks": [
+            "float8 full, 1 ranks", "float8 selective op, 1 ranks", "float8 selective matmuls, 1 ranks",
+        ],
     }.items():  # fmt: skip
         for mode in modes:
             for name, grad in results[plain].items():

@@ -1,6 +1,7 @@
 """AdamW and its learning rate: the schedule against its closed forms, the two groups, the implementations alike."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -115,23 +116,23 @@ def test_a_pattern_that_matches_nothing_is_an_error() -> None:
 
 def test_the_implementations_take_the_same_steps() -> None:
     results = {}
-    for implementation in ("for-loop", "foreach", "fused"):
+    for name in ("for-loop", "foreach", "fused", "bfloat16"):
         model = small_model()
-        config = OptimizerConfig(lr=1e-2, weight_decay=0.5, implementation=implementation)  # type: ignore[arg-type]
-        optimizer = build_optimizer(model, config)
+        how: Any = {"state_dtype": name} if name == "bfloat16" else {"implementation": name}
+        optimizer = build_optimizer(model, OptimizerConfig(lr=1e-2, weight_decay=0.5, **how))
         generator = torch.Generator().manual_seed(1)
         for step in range(3):
             for parameter in model.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             set_lr(optimizer, 1e-2 / (step + 1))
             optimizer.step()
-        results[implementation] = torch.cat([p.detach().flatten() for p in model.parameters()])
+        results[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
     start = torch.cat([p.detach().flatten() for p in small_model().parameters()])
     moved = (results["for-loop"] - start).norm()
     assert moved > 0.1 * start.norm()
-    for implementation in ("foreach", "fused"):
-        # The same arithmetic in another order: a few roundings of float32 a step.
-        assert (results[implementation] - results["for-loop"]).norm() < 1e-6 * moved, implementation
+    # The same arithmetic in another order: a few roundings of float32 a step. Moments in bfloat16: some of 2**-8.
+    for name, bound in (("foreach", 1e-6), ("fused", 1e-6), ("bfloat16", 5e-3)):
+        assert (results[name] - results["for-loop"]).norm() < bound * moved, name
 
 
 def test_a_step_is_that_of_the_paper() -> None:
@@ -152,12 +153,17 @@ def test_a_step_is_that_of_the_paper() -> None:
     assert torch.allclose(weight.detach().double(), theta, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("for-loop", "float32"), ("foreach", "float32"), ("fused", "float32"), ("fused", "bfloat16")],
+)
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, math.inf)])
-def test_a_step_that_is_not_finite_changes_nothing(implementation: str, loss: float, norm: float) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(implementation: str, dtype: str, loss: float, norm: float) -> None:
     model = small_model()
-    optimizer = build_optimizer(model, OptimizerConfig(implementation=implementation))  # type: ignore[arg-type]
+    config = OptimizerConfig(implementation=implementation, state_dtype=dtype)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, config)
     steps = FiniteSteps(optimizer, max_in_a_row=2, device=torch.device("cpu"))
+    assert steps.on_device == (implementation == "fused")
 
     def step(loss: float, norm: float) -> None:
         for parameter in model.parameters():

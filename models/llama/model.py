@@ -61,9 +61,18 @@ class PlainLinears:
         """The linears that share the input x: (tokens, dim) -> (tokens, out) each. `layer` names them in messages."""
         return tuple(linear(x) for linear in linears)
 
+    def norm_column(self, layer: str, x: Tensor, norm: nn.RMSNorm, *linears: nn.Linear) -> tuple[Tensor, ...]:
+        """`column` of norm(x)."""
+        return self.column(layer, norm(x), *linears)
+
     def row(self, layer: str, x: Tensor, linear: nn.Linear) -> Tensor:
         """The linear that writes to the residual stream: (tokens, in) -> (tokens, dim)."""
         return linear(x)
+
+    def feed_forward(self, x: Tensor, norm: nn.RMSNorm, w1: nn.Linear, w3: nn.Linear, w2: nn.Linear) -> Tensor:
+        """x + SwiGLU(norm(x)) (arXiv 2002.05202): (tokens, dim) -> (tokens, dim)."""
+        gate, up = self.column("w1 w3", norm(x), w1, w3)
+        return x + self.row("w2", F.silu(gate) * up, w2)
 
 
 class Attention(nn.Module):
@@ -78,9 +87,9 @@ class Attention(nn.Module):
         self.wv = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
         self.wo = nn.Linear(shape.n_heads * shape.head_dim, shape.dim, bias=False)
 
-    def forward(self, x: Tensor, freqs_cis: Tensor, seq_len: int) -> Tensor:
-        """x: (tokens, dim) -> (tokens, dim); tokens = batch * seq_len."""
-        qkv = self.linears.column("wq wk wv", x, self.wq, self.wk, self.wv)
+    def forward(self, x: Tensor, norm: nn.RMSNorm, freqs_cis: Tensor, seq_len: int) -> Tensor:
+        """Attention over norm(x). x: (tokens, dim) -> (tokens, dim); tokens = batch * seq_len."""
+        qkv = self.linears.norm_column("wq wk wv", x, norm, self.wq, self.wk, self.wv)
         q, k, v = (t.view(-1, seq_len, t.shape[1] // self.head_dim, self.head_dim) for t in qkv)
         q, k = apply_rotary_emb(q, freqs_cis), apply_rotary_emb(k, freqs_cis)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -90,8 +99,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x)."""
-
     def __init__(self, shape: LlamaShape):
         super().__init__()
         self.linears = PlainLinears()
@@ -99,9 +106,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(shape.hidden_dim, shape.dim, bias=False)
         self.w3 = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.linears.column("w1 w3", x, self.w1, self.w3)
-        return self.linears.row("w2", F.silu(gate) * up, self.w2)
+    def forward(self, x: Tensor, norm: nn.RMSNorm) -> Tensor:
+        return self.linears.feed_forward(x, norm, self.w1, self.w3, self.w2)
 
 
 class TransformerBlock(nn.Module):
@@ -113,8 +119,8 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(shape)
 
     def forward(self, x: Tensor, freqs_cis: Tensor, seq_len: int) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), freqs_cis, seq_len)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = x + self.attention(x, self.attention_norm, freqs_cis, seq_len)
+        return self.feed_forward(x, self.ffn_norm)
 
 
 class Llama(nn.Module):

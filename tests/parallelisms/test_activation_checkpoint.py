@@ -79,6 +79,7 @@ def test_each_mode_recomputes_what_it_says() -> None:
         ("full", "op"): (full * LAYERS, LAYERS),
         # Of wq wk wv wo w1 w3 w2 every second is kept, from the first on: wk, wo and w3 are computed again.
         ("selective", "op"): (3 * LAYERS, 0),
+        ("selective", "matmuls"): (0, 0),
         ("selective", "1"): (full * LAYERS, LAYERS),
         ("selective", "2"): (full * 2, 2),  # the blocks 0 and 2
         ("selective", "3"): (full, 1),

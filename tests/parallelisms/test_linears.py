@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from parallelisms.linears import ColumnLinears, Linears, RowLinear
+from parallelisms.linears import Linears
+from parallelisms.matmuls import ColumnLinears, RowLinear
 
 # Rounding to e4m3 leaves a relative error of 0.0263 (tests/float8/test_quantise.py). Two operands with independent
 # errors make a product off by sqrt(2) times that; 1.2 covers the scatter of the measured norms.
