@@ -1,4 +1,4 @@
-"""The float8 work around the matmuls as ops on plain tensors, torch.ops.rowhouse.<name>: float8/kernels.py is their face.
+"""The float8 work around the matmuls as ops on plain tensors: torch.ops.rowhouse.<name>, called by float8/kernels.py.
 
 A compiled graph holds an op of its own as it is, and activation checkpointing can save or recompute it by name. On CUDA
 an op launches Triton kernels; everywhere else it is the reference, in plain PyTorch. None has a derivative.

@@ -27,7 +27,6 @@ from float8.triton_quantise import (
     vectors,
 )
 
-
 WIDEST_NORM_WITH_MAXIMA = 8192
 
 

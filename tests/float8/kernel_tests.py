@@ -27,7 +27,7 @@ TURNED_SHAPES = [(48, 96), (160, 200), (16, 33), (1040, 20)]
 
 @pytest.fixture(autouse=True, scope="module")
 def exact_conversions() -> Any:
-    """The interpreter cuts bf16 off and knows neither NaN nor the rounding of float8; torch converts as the GPU does."""
+    """The interpreter cuts bf16 off and knows no NaN nor rounding of float8; torch converts as the GPU does."""
     if DEVICE == "cuda":
         yield
         return
@@ -189,7 +189,7 @@ def test_rms_norm_backward(shape: tuple[int, int], dtype: torch.dtype) -> None:
     rstd = torch.rsqrt(x.float().square().mean(dim=1) + 1e-5)
     for added in (None, residual):
         (dx, dweight), (expected, expected_dweight) = run("rms_norm_backward", dy, x, weight, rstd, added)
-        # Relative to the terms, whose difference can be small; bf16 falls to a neighbour once or, with a residual, twice.
+        # Relative to the terms, whose difference can be small; bf16 falls to a neighbour once, with a residual twice.
         terms = (dy.float().abs() * weight.float().abs() + 2 * x.float().abs() * rstd[:, None]) * rstd[:, None]
         last_bit = 2**-7 * expected.float().abs() + 2**-8 * terms if dtype == torch.bfloat16 else 0
         off = (dx.float() - expected.float()).abs()
