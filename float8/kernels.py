@@ -8,8 +8,8 @@ maximum over dim 0 is the largest magnitude of each column of the dequantised ro
 quantisers give n = 1, or n = 0 where `maxima` is false: not known. Maxima of parts of the rows, gathered along dim 0,
 are those of the gathered rows.
 
-On CUDA, rows have up to 32768 columns, and what is turned over has a multiple of 16 rows, as the matmuls want; else a
-ScaleShapeError. Matrices whose rows aren't contiguous are copied first; rows may lie apart.
+On CUDA, rows of more than 32768 columns take the references too, and what is turned over has a multiple of 16 rows, as
+the matmuls want; else a ScaleShapeError. Matrices whose rows aren't contiguous are copied first; rows may lie apart.
 """
 
 from torch import Tensor

@@ -22,6 +22,15 @@ REFERENCES: dict[str, Function] = {}
 """Name of the op -> its reference."""
 
 
+WHOLE_ROWS = {"quantise_rows", "quantise_weights", "rms_norm_rows", "swiglu_rows", "swiglu_backward_rows"}
+"""The ops whose kernels hold whole rows, of up to WIDEST_ROW values."""
+WIDEST_ROW = 32768  # 16 warps hold 64 values a thread, and all registers of a multiprocessor hold 65536.
+
+
+def width(x: Tensor | list[Tensor]) -> int:
+    return (x if isinstance(x, Tensor) else x[0]).shape[1]
+
+
 def launcher(name: str) -> Function:
     """What launches an op's kernels. Triton is imported only here: it is not there on every machine."""
     fused_ops = ("rms_norm_rows", "rms_norm_backward", "swiglu_rows", "swiglu_backward_rows")
@@ -34,9 +43,14 @@ def op(fake: Function) -> Callable[[Function], Function]:
 
     def register(reference: Function) -> Function:
         name = reference.__name__
+
+        def on_cuda(*args: Any) -> Any:
+            # The feed-forward rows of 405B on one rank, say: right, if slower.
+            return (reference if name in WHOLE_ROWS and width(args[0]) > WIDEST_ROW else launcher(name))(*args)
+
         REFERENCES[name] = reference
         made = torch.library.custom_op(f"rowhouse::{name}", reference, mutates_args=())
-        made.register_kernel("cuda", lambda *args: launcher(name)(*args))
+        made.register_kernel("cuda", on_cuda)
         made.register_fake(fake)
         return made
 

@@ -20,7 +20,8 @@ def row_scale(amax: Tensor) -> Tensor:
     In bits: amax = m * 2**e and 448 = 1.75 * 2**8, so s = 2**(e - 8) if m <= 1.75, else 2**(e - 7). Adding 0x1FFFFF
     carries into the exponent exactly when the mantissa is above 0.75 = 0x600000; no logarithm can round wrongly.
     """
-    bits = amax.clamp(min=SMALLEST_AMAX).view(torch.int32)
+    # NaN has many bit patterns, also negative ones; as they are they would overflow the sum, and end as a scale of 0.
+    bits = (amax.clamp(min=SMALLEST_AMAX).view(torch.int32) & 0x7FFFFFFF).clamp(max=0x7F800000)
     return ((bits + 0x1FFFFF) & 0x7F800000).view(torch.float32) * 2.0**-8
 
 

@@ -11,8 +11,6 @@ Maxima are taken of the bits of absolute values, as integers: they order floats 
 what is not finite can't get lost. Float minima and maxima that propagate NaN would do it too, but they are what makes
 Triton write garbage in transposed stores of single bytes (triton issue 11111). Such stores are avoided besides: four
 rows' values are put into one word, and words are transposed.
-
-Only a launcher here makes assumptions about sizes; all allocate what they return.
 """
 
 import torch
@@ -27,7 +25,6 @@ SMALLEST_AMAX_BITS: tl.constexpr = tl.constexpr((127 - 80) << 23)  # float8.quan
 NO_MAXIMA: tl.constexpr = tl.constexpr(0)
 OF_QUANTISED: tl.constexpr = tl.constexpr(1)
 OF_INPUT: tl.constexpr = tl.constexpr(2)
-WIDEST_ROW = 32768  # values: 16 warps hold 64 a thread, and all registers of a multiprocessor hold 65536
 WIDEST_WITH_MAXIMA = 16384
 
 
@@ -209,8 +206,6 @@ def rows_a_program(rows: int) -> int:
 
 def row_layout(cols: int, itemsize: int) -> dict[str, int]:
     """Up to 8192 columns a thread has 16 values, then up to 64."""
-    if cols > WIDEST_ROW:
-        raise ScaleShapeError(f"rows of {cols} columns; the kernels hold a whole row, and no more than {WIDEST_ROW}")
     block = triton.next_power_of_2(cols)
     return {"BLOCK": block, "VECTOR": min(block, 16 // itemsize), "num_warps": min(16, max(1, block // 512))}
 

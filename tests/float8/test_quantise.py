@@ -69,6 +69,16 @@ def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
     assert bool(dequantise(columns_from_rows(quantise_rows(x))).isnan().any(dim=0)[3])
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -1, 0x7F800000])
+def test_the_scale_of_any_nan_is_infinite(bits: int) -> None:
+    bad = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
+    assert row_scale(bad.abs()).item() == math.inf
+    x = torch.randn(16, 32)
+    x[3, 5] = bad[0]
+    assert bool(dequantise(quantise_rows(x))[3].isnan().all())
+    assert bool(dequantise(quantise_columns(x))[5].isnan().all())
+
+
 def test_zeros_stay_zeros() -> None:
     x = torch.randn(16, 32)
     x[2] = 0
