@@ -94,14 +94,6 @@ def to_hf(state: Mapping[str, Tensor], shape: LlamaShape) -> dict[str, Tensor]:
     }
 
 
-def from_hf(state: Mapping[str, Tensor], shape: LlamaShape, names: list[str]) -> dict[str, Tensor]:
-    """Full parameters by Hugging Face's names -> Rowhouse's `names`. Raises KeyError for one that is missing."""
-    return {
-        name: halves_to_pairs(state[hf_name(name)], shape.head_dim) if name.endswith(ROTARY) else state[hf_name(name)]
-        for name in names
-    }
-
-
 # config.json
 
 
