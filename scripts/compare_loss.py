@@ -269,7 +269,7 @@ def compare(variants: Sequence[Run | Read], folder: Path, steps: int | None, tol
         v.name: tokens_a_step(resolved[v.name][1], v.ranks) if isinstance(v, Run) else curves[v.name].tokens_a_step
         for v in variants
     })  # fmt: skip
-    check_lengths(resolved)
+    check_lengths({name: config for name, (_, config) in resolved.items()}, curves)
     make_folder(folder)
     for variant in variants:
         if isinstance(variant, Run):
@@ -278,8 +278,11 @@ def compare(variants: Sequence[Run | Read], folder: Path, steps: int | None, tol
     return tell_all([curves[v.name] for v in variants], folder, tolerance, title)
 
 
-def check_lengths(resolved: dict[str, tuple[list[str], JobConfig]]) -> None:
-    lengths = {name: config.training.steps for name, (_, config) in resolved.items()}
+def check_lengths(configs: dict[str, JobConfig], curves: dict[str, Curve]) -> None:
+    """Raises UserError where a run is to be trained that will not have as many steps as the others."""
+    lengths = {name: config.training.steps for name, config in configs.items()}
+    if lengths:
+        lengths |= {name: curve.last_step for name, curve in curves.items() if not curve.ended_not_finite}
     if len(set(lengths.values())) > 1:
         told = ", ".join(f"{name} {steps}" for name, steps in lengths.items())
         raise UserError(f"the runs differ in training.steps ({told}): give all the same, with --steps")

@@ -80,6 +80,14 @@ def test_a_mistake_is_told_before_anything_is_trained(command, trained, tmp_path
     assert not trained and not (tmp_path / "out").exists()
 
 
+def test_nothing_is_trained_to_another_length_than_what_is_read(command, trained, tmp_path):
+    path = write_run(tmp_path / "b", {1: 4.0, 2: 3.0}) / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"tokens_seen": 8', '"tokens_seen": 128'))
+    variants = ["--run", f"a={TINY}", "--read", f"b={path.parent}"]
+    status, _, err = command(*variants)
+    assert status == 2 and "training.steps (a 3, b 2): give all the same, with --steps" in err and not trained
+
+
 def test_one_step_has_no_middle(tmp_path):
     run = Run("a", f"{TINY} --training.steps 1", interrupted=True)
     with pytest.raises(UserError, match="a: one step has no middle to stop at: give --steps 2"):
