@@ -46,7 +46,7 @@ SAVE_PATIENCE = 1800.0  # Seconds: gloo's own patience, with which the ranks wai
 class Trainer:
     """One rank's part of a training run. Needs the process group; `train()` carries it out, `close()` ends it.
 
-    `watch` is told what is done next and how long that may take; `stop_requests` says when to end early.
+    `watch` is told what is done next and how long that may take; `stop` says when to end early.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Trainer:
         garbage = GarbageCollector(config.training.gc_freq)
         with maybe_profile(config.profiling, self.folder, start_step=self.step, rank=self.rank) as profiler:
             while self.step < steps:
-                self.expect(f"step {self.step + 1}", first=self.step + 1 == first_step)
+                self.expect(f"step {self.step + 1}", compiles=self.step + 1 == first_step)
                 with self.clock.waiting_for_data():
                     batch = next_batch(self.loader, config.training.epochs is not None)
                 if batch is None:
@@ -246,16 +246,19 @@ class Trainer:
                     self.maybe_save()
         if self.step >= first_step:
             self.finish()
+        if config.checkpoint.last_save_in_hf and self.stopped_by is None:
+            self.export()  # Also of a run that has been at its end before, and is started again for this.
         self.report(first_step)
         return self.status()
 
-    def expect(self, what: str, first: bool = False) -> None:
-        """Tells the watch what is done next. The first step, which compiles, takes the patience of the start."""
+    def expect(self, what: str, compiles: bool = False) -> None:
+        """Tells the watch what is done next. What compiles takes the patience of the start."""
         if self.watch is not None:
             comm = self.config.comm
-            self.watch.expect(what, comm.init_timeout_seconds if first else comm.train_timeout_seconds)
+            self.watch.expect(what, comm.init_timeout_seconds if compiles else comm.train_timeout_seconds)
 
     def validate(self) -> None:
+        self.expect(f"validation after step {self.step}", compiles=True)
         loss = validate(
             self.config, self.model, self.tokenizer, self.meshes, self.device,
             after_batch=lambda: self.expect(f"validation after step {self.step}"),
@@ -285,10 +288,12 @@ class Trainer:
             self.validate()
         self.expect_save()
         self.checkpoints.save(self.step, last=True)
-        if self.config.checkpoint.last_save_in_hf and self.stopped_by is None:
-            dtype = getattr(torch, self.config.checkpoint.export_dtype)
-            set_timeouts(SAVE_PATIENCE, self.meshes)  # Ranks wait while the first one writes.
-            export_hf(self.model, self.folder / f"hf-step-{self.step}", dtype, self.tokenizer)
+
+    def export(self) -> None:
+        dtype = getattr(torch, self.config.checkpoint.export_dtype)
+        self.expect_save()
+        set_timeouts(SAVE_PATIENCE, self.meshes)  # Ranks wait while the first one writes.
+        export_hf(self.model, self.folder / f"hf-step-{self.step}", dtype, self.tokenizer)
 
     def status(self) -> ExitStatus:
         if self.checkpoints.failed_steps:

@@ -88,7 +88,11 @@ def runs_on_one_rank(folder: Path) -> None:
     run(folder / "for float8", "--float8.recipe_name rowwise --activation_checkpoint.mode full")
     run(folder / "all of the data once", "--training.epochs 1 --training.steps 100")
     shutil.copytree(folder / "all of the data once", folder / "and again")
-    run(folder / "and again", "--training.epochs 1 --training.steps 100")
+    run(folder / "and again", "--training.epochs 1 --training.steps 100 --checkpoint.last_save_in_hf true")
+    exported = folder.parent / "exported"  # `run` takes flags without spaces.
+    exported.symlink_to(folder / "and again" / "hf-step-8")
+    initial = f"--checkpoint.initial_load_in_hf true --checkpoint.initial_load_path {exported}"
+    run(folder / "from export", f"{initial} --training.steps 1")
     all_once = f"--validation.steps -1 --validation.dataset text --validation.dataset_path {folder.parent / 'text'}"
     run(folder / "validates all", f"--validation.enable {all_once} --validation.freq {STEPS}")
     # With eps so far above any gradient, a step of AdamW moves the weights by lr * gradient / eps.
@@ -249,6 +253,12 @@ def test_a_run_ends_where_its_data_does(runs: Runs) -> None:
     assert "raise --training.epochs (now 1)" in runs.log(1, "and again")
     assert runs.lines(1, "and again") == runs.lines(1, name)
     assert runs.checkpoints(1, "and again") == runs.checkpoints(1, name)
+
+
+def test_a_run_exports_at_its_end_and_another_begins_from_that(runs: Runs) -> None:
+    assert not list((runs.folder / "1 ranks" / "all of the data once").glob("hf-step-*"))
+    ((_, loss),) = ((line["step"], line["loss"]) for line in runs.training(1, "from export"))
+    assert loss < runs.losses(1, "whole")[0] - 0.5
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
