@@ -74,7 +74,7 @@ class BF16AdamW(torch.optim.Optimizer):
                 }
         steps = [self.state[p]["step"] for _, p in numbered]
         good = torch.ones_like(steps[0]) if self.found_inf is None else 1 - self.found_inf
-        torch._foreach_add_(steps, good)
+        torch._foreach_add_(steps, [good] * len(steps))  # By a tensor alone torch 2.11 waits for the device.
         update = update_triton if steps[0].device.type == "cuda" else update_torch
         settings = settings_of(group)
         for (number, p), factors in zip(numbered, factors_of(steps, good, group).unbind(), strict=True):

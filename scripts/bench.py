@@ -81,7 +81,7 @@ def measure(flags: str) -> dict[str, Any]:
         run_steps(trainer, WARM)
         seconds = [run_steps(trainer, 1) for _ in range(TIMED)]
         memory = peak_memory(trainer.device)
-        kinds = profiled(trainer) if trainer.device.type == "cuda" else {}
+        kinds, kernels = profiled(trainer) if trainer.device.type == "cuda" else ({}, {})
         tokens = config.training.seq_len * config.training.lanes(1)
         assert trainer.unlogged is not None
         loss = trainer.unlogged[0].item()
@@ -93,6 +93,7 @@ def measure(flags: str) -> dict[str, Any]:
         "first_step_seconds": first_step,
         "loss": loss,
         "milliseconds": kinds,
+        "kernels": kernels,
     }
 
 
@@ -109,14 +110,19 @@ def run_steps(trainer: Trainer, steps: int) -> float:
     return time.perf_counter() - began
 
 
-def profiled(trainer: Trainer) -> dict[str, float]:
-    """Milliseconds of a step that kernels of each kind took on the GPU, and what was left of it."""
+def profiled(trainer: Trainer) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """(Milliseconds of a step by kind of kernel, and what was left of it; kernel -> (milliseconds, calls) of a step)"""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         seconds = run_steps(trainer, PROFILED)
+    kernels = {
+        event.key: (event.self_device_time_total / 1000 / PROFILED, event.count / PROFILED)
+        for event in sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+        if event.self_device_time_total
+    }
     kinds: Counter[str] = Counter()
-    for event in profile.key_averages():
-        kinds[kind_of(event.key)] += event.self_device_time_total / 1000 / PROFILED
-    return {**kinds, "idle": seconds * 1000 / PROFILED - sum(kinds.values())}
+    for name, (milliseconds, _) in kernels.items():
+        kinds[kind_of(name)] += milliseconds
+    return {**kinds, "idle": seconds * 1000 / PROFILED - sum(kinds.values())}, kernels
 
 
 def run(name: str, cases: dict[str, str]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ REPEATS = 30
 # Quantisation, norms and elementwise work of one block, forward and backward, on one H200: torchao 0.17, compiled.
 TORCHAO_MS = 12.9
 # A kernel's float32 values differ from the reference's in the last bits. Where that changes a bf16 value it changes it
-# by 2**-8, and one float8 value in 16 of those by up to 2**-3: of 10,000 values, one at most.
-CLOSE = 1e-3
+# by 2**-8, and one float8 value in 16 of those by up to 2**-3: of 10,000 values, one, but four where they are few.
+STEP, CHANGED, FEWEST = 2**-3, 1e-4, 4
 
 
 @dataclass(frozen=True)
@@ -136,20 +136,27 @@ CASES = [
 
 
 def matrices(results: tuple[Tensor, ...]) -> list[Tensor]:
-    """The results in float32; float8 data, which its scale follows, dequantised."""
-    following = [*results[1:], results[0]]
-    return [a.float() * b if a.dtype == FLOAT8 else a.float() for a, b in zip(results, following, strict=True)]
+    """The results in float32; float8 data dequantised with the scale that follows it.
+
+    A scale says nothing alone: where a maximum is at its border, the last bit doubles it and changes no value.
+    """
+    found, rest = [], list(results)
+    while rest:
+        first = rest.pop(0)
+        found.append(first.float() * rest.pop(0) if first.dtype == FLOAT8 else first.float())
+    return [matrix for matrix in found if matrix.numel()]
 
 
-def error(case: Case) -> float:
-    """The largest error of a result, relative to its norm."""
+def error(case: Case) -> tuple[float, bool]:
+    """(The largest error of a result, relative to its norm; whether all are as small as they have to be)"""
     arguments = case.arguments("cuda")
     expected = matrices(REFERENCES[case.op](*arguments))
     # What a kernel forgets to write is NaN.
     torch.full((8 * case.bytes,), 0xFF, dtype=torch.uint8, device="cuda")
     got = matrices(getattr(torch.ops.rowhouse, case.op)(*arguments))
-    errors = [(a - b).norm() / b.norm() for a, b in zip(got, expected, strict=True) if b.numel()]
-    return torch.stack(errors).max().item()  # NaN, if there is one
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(got, expected, strict=True)]
+    allowed = [0 if case.exact else STEP * max(CHANGED, FEWEST / b.numel()) ** 0.5 for b in expected]
+    return max(errors), all(e <= most for e, most in zip(errors, allowed, strict=True))  # A NaN is not <=.
 
 
 def microseconds(function: Callable[..., Any], argument_sets: list[tuple[Any, ...]]) -> float:
@@ -181,9 +188,9 @@ def copy_bandwidth() -> float:
 
 def measure() -> int:
     errors = {case: error(case) for case in CASES}
-    wrong = [case for case in CASES if not errors[case] <= (0 if case.exact else CLOSE)]
+    wrong = [case for case in CASES if not errors[case][1]]
     for case in wrong:
-        print(f"{case.op} {case.shape} differs from its reference: {errors[case]:.2e} of its norm")
+        print(f"{case.op} {case.shape} differs from its reference: {errors[case][0]:.2e} of its norm")
     if wrong:
         return 1
     ceiling = copy_bandwidth()
@@ -197,7 +204,7 @@ def measure() -> int:
         rate = case.bytes / time * 1e6
         rows.append(
             f"| {case.op} | {case.shape} | {case.uses} | {case.bytes / 1e6:.0f} | {time:.0f} | {rate / 1e9:.0f} "
-            f"| {rate / ceiling:.0%} | {compiled:.0f} | {compiled / time:.2f} | {errors[case]:.0e} |"
+            f"| {rate / ceiling:.0%} | {compiled:.0f} | {compiled / time:.2f} | {errors[case][0]:.0e} |"
         )
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a copy moves {ceiling / 1e12:.2f} TB/s")
     print(

@@ -314,8 +314,9 @@ def test_a_shard_knows_the_numbers_of_its_elements(rank: int) -> None:
 
 def on_two_ranks(folder: Path) -> None:
     model = small_model()
+    mesh = init_device_mesh("cpu", (2,))
     for layer in model:
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh)
     optimizer = optimizer_of(model)
     take_steps(model, optimizer, 1, 3)
     save(folder / "of two ranks", model, optimizer)
