@@ -43,7 +43,8 @@ class BF16AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.seed = seed
         self.found_inf: Tensor | None = None
-        self._step_supports_amp_scaling = True  # As torch's fused optimizers tell that they read found_inf.
+        self.grad_scale: Tensor | None = None
+        self._step_supports_amp_scaling = True  # As torch's fused optimizers tell that they read these two.
         self.places: dict[Tensor, Place] = {}
 
     @torch.no_grad()
@@ -77,7 +78,8 @@ class BF16AdamW(torch.optim.Optimizer):
         torch._foreach_add_(steps, [good] * len(steps))  # By a tensor alone torch 2.11 waits for the device.
         update = update_triton if steps[0].device.type == "cuda" else update_torch
         settings = settings_of(group)
-        for (number, p), factors in zip(numbered, factors_of(steps, good, group).unbind(), strict=True):
+        scale = torch.ones_like(good) if self.grad_scale is None else self.grad_scale
+        for (number, p), factors in zip(numbered, factors_of(steps, good, scale, group).unbind(), strict=True):
             state = self.state[p]
             w, g, m, v = (local(t) for t in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
             if w.numel():
@@ -134,13 +136,15 @@ def settings_of(group: dict[str, Any]) -> Settings:
     return Settings(1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"])
 
 
-def factors_of(steps: list[Tensor], good: Tensor, group: dict[str, Any]) -> Tensor:
-    """What a step count makes of the settings, on the device: float32 (parameters, 4).
+def factors_of(steps: list[Tensor], good: Tensor, scale: Tensor, group: dict[str, Any]) -> Tensor:
+    """What a step count makes of the settings, on the device: float32 (parameters, 5).
 
-    lr / (1 - beta1**step), (1 - beta2**step)**0.5, step, and 1 for a good step or 0 for one that is left out.
+    lr / (1 - beta1**step), (1 - beta2**step)**0.5, step, 1 for a good step or 0 for one that is left out, and what the
+    gradients are divided by.
     """
     step, (beta1, beta2) = torch.stack(steps).double(), group["betas"]
-    columns = [group["lr"] / (1 - beta1**step), (1 - beta2**step).sqrt(), step, good.double().expand_as(step)]
+    of_all = (t.double().expand_as(step) for t in (good, scale))
+    columns = [group["lr"] / (1 - beta1**step), (1 - beta2**step).sqrt(), step, *of_all]
     return torch.stack(columns, dim=1).float()
 
 
@@ -177,11 +181,12 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
 def update_torch(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, key: int, place: Place, settings: Settings
 ) -> None:
-    """A step of one parameter in place. p, g float32; m, v bfloat16; all contiguous, of one shape; factors (4,)."""
-    step_size, root, step, good = factors.tolist()
+    """A step of one parameter in place. p, g float32; m, v bfloat16; all contiguous, of one shape; factors (5,)."""
+    step_size, root, step, good, scale = factors.tolist()
     if not good:
         return
     decay, weight1, beta2, weight2, eps = settings
+    g = g / scale
     new_m = m.float().lerp_(g, weight1)
     new_v = v.float().mul_(beta2).addcmul_(g, g, value=weight2)
     p.mul_(decay).addcdiv_(new_m, (new_v.sqrt() / root).add_(eps), value=-step_size)
@@ -222,7 +227,7 @@ if triton is not None:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = i < n
         p = tl.load(p_ptr + i, inside)
-        g = tl.load(g_ptr + i, inside)
+        g = tl.load(g_ptr + i, inside) / tl.load(factors_ptr + 4)
         m = tl.load(m_ptr + i, inside).to(tl.float32)
         v = tl.load(v_ptr + i, inside).to(tl.float32)
         m += weight1 * (g - m)

@@ -137,29 +137,42 @@ class NotFinite(Exception):
 
 
 class FiniteSteps:
-    """Steps of an optimizer that change nothing where the loss or the gradient is not finite.
+    """Steps of an optimizer with clipped gradients, which change nothing where the loss or the gradient is not finite.
 
     Such steps are counted on the device, so that a good step waits for nothing: a fused optimizer learns there whether
-    to go; the others are called by the host, which waits. All ranks decide alike, as norm and loss are global.
+    to go and what to divide the gradients by, which saves a pass over them; the others are called by the host, which
+    waits. All ranks decide alike, as norm and loss are global.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, max_in_a_row: int, device: torch.device):
+    def __init__(self, optimizer: torch.optim.Optimizer, max_in_a_row: int, device: torch.device, max_norm: float = 0):
+        """max_norm: what gradients are clipped to; 0 for not at all."""
         self.optimizer = optimizer
         self.max_in_a_row = max_in_a_row
-        # What torch.amp.GradScaler goes by: whether step() reads found_inf.
+        self.max_norm = max_norm
+        # What torch.amp.GradScaler goes by: whether step() reads found_inf and grad_scale.
         self.on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.total, self.in_a_row, self.longest = torch.zeros(3, device=device)
 
     def step(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """loss, grad_norm: scalars of the global batch, anything finite where its gradients are."""
+        """loss, grad_norm: scalars of the global batch, anything finite where its gradients are.
+
+        Gradients whose norm is above max_norm count as if it were that; p.grad itself may stay or not.
+        """
         bad = (~(loss.isfinite() & grad_norm.to(loss.device).isfinite())).float()
         self.total += bad
         self.in_a_row = (self.in_a_row + 1) * bad
         self.longest = torch.maximum(self.longest, self.in_a_row)
         if self.on_device:
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]  # As torch.amp.GradScaler does.
+            if self.max_norm:
+                # As torch.nn.utils.clip_grads_with_norm_ does.
+                scale = ((grad_norm + 1e-6) / self.max_norm).clamp(min=1)
+                self.optimizer.grad_scale = scale  # type: ignore[attr-defined]
             self.optimizer.step()
         elif not bad:
+            if self.max_norm:
+                parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, grad_norm)
             self.optimizer.step()
 
     def check(self) -> int:

@@ -74,7 +74,8 @@ class Trainer:
         self.loader = self.open_data()
         self.model = self.build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, config.debug.seed)
-        self.steps = FiniteSteps(self.optimizer, config.training.max_skipped_steps, self.device)
+        training = config.training
+        self.steps = FiniteSteps(self.optimizer, training.max_skipped_steps, self.device, training.max_norm)
         self.checkpoints = self.open_checkpoints()
         self.restore()
 
@@ -321,11 +322,10 @@ class Trainer:
 
     def train_step(self, inputs: Tensor, labels: Tensor) -> None:
         """One optimizer step over this rank's rows of the global batch: int64 (rows, seq_len) on the host."""
-        training = self.config.training
         loss, tokens, global_tokens = self.forward_backward(inputs, labels)
         loss_max = loss * global_tokens / tokens.clamp(min=1)
         dist.all_reduce(loss, group=self.dp_group)
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), training.max_norm or float("inf"))
+        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.schedule_steps)
@@ -337,7 +337,7 @@ class Trainer:
         self.clock.step(labels.numel() * self.dp_degree // self.world_size)  # Tensor parallel ranks share their tokens.
         self.tokens_seen += labels.numel() * self.dp_degree
         self.unlogged = (loss, loss_max, grad_norm, lr)
-        if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.step == training.steps:
+        if self.step == 1 or self.step % self.config.metrics.log_freq == 0 or self.step == self.config.training.steps:
             self.log(*self.unlogged)
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:

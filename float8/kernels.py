@@ -8,8 +8,9 @@ maximum over dim 0 is the largest magnitude of each column of the dequantised ro
 quantisers give n = 1, or n = 0 where `maxima` is false: not known. Maxima of parts of the rows, gathered along dim 0,
 are those of the gathered rows.
 
-On CUDA, rows of more than 32768 columns take the references too, and what is turned over has a multiple of 16 rows, as
-the matmuls want; else a ScaleShapeError. Matrices whose rows aren't contiguous are copied first; rows may lie apart.
+On CUDA the references serve rows of more than 32768 columns too, and what the kernels can't turn over: float32, and
+widths that are no multiple of 16. The kernels turn over multiples of 16 rows, as the matmuls want; else a
+ScaleShapeError. Matrices whose rows aren't contiguous are copied first; rows may lie apart.
 """
 
 from torch import Tensor
@@ -27,6 +28,34 @@ def quantise_rows(x: Tensor, maxima: bool = False) -> tuple[Float8Rows, Tensor]:
 def columns_from_rows(rows: Float8Rows, maxima: Tensor) -> Float8Rows:
     """Rows (rows, cols) and their column maxima -> the transpose, (cols, rows)."""
     return Float8Rows(*ops.columns_from_rows(rows.data, rows.scale, maxima))
+
+
+def quantise_parts(parts: list[Tensor], maxima: bool = False) -> tuple[Float8Rows, Tensor]:
+    """parts: (rows, cols_i) each -> `quantise_rows` of them side by side, (rows, sum of cols_i)."""
+    data, scale, found = ops.quantise_parts(parts, maxima)
+    return Float8Rows(data, scale), found
+
+
+def quantise_rows_into(x: Tensor, out: Float8Rows) -> Tensor:
+    """As quantise_rows(x, maxima=True), written over `out`: the maxima. For eager code: no op of a graph."""
+    if x.is_cuda and ops.has_kernel("quantise_rows", x):
+        return ops.launcher("quantise_rows")(x, True, (out.data, out.scale))[2]
+    rows, maxima = quantise_rows(x, maxima=True)
+    copy(rows, out)
+    return maxima
+
+
+def columns_from_rows_into(rows: Float8Rows, maxima: Tensor, out: Float8Rows) -> None:
+    """As columns_from_rows, written over `out`. For eager code: no op of a graph."""
+    if rows.data.is_cuda and ops.has_kernel("columns_from_rows", rows.data):
+        ops.launcher("columns_from_rows")(rows.data, rows.scale, maxima, (out.data, out.scale))
+    else:
+        copy(columns_from_rows(rows, maxima), out)
+
+
+def copy(rows: Float8Rows, out: Float8Rows) -> None:
+    out.data.copy_(rows.data)
+    out.scale.copy_(rows.scale)
 
 
 def quantise_columns(x: Tensor) -> Float8Rows:

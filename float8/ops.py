@@ -15,20 +15,30 @@ from torch import Tensor
 
 from float8 import fused, quantise
 from float8.quantise import FLOAT8_MAX, dequantise, row_scale
-from float8.scaled import FLOAT8, Float8Rows
+from float8.scaled import ALIGNMENT, FLOAT8, Float8Rows
 
 Function = Callable[..., Any]
 REFERENCES: dict[str, Function] = {}
 """Name of the op -> its reference."""
 
 
-WHOLE_ROWS = {"quantise_rows", "quantise_weights", "rms_norm_rows", "swiglu_rows", "swiglu_backward_rows"}
+WHOLE_ROWS = {
+    "quantise_rows", "quantise_parts", "quantise_weights", "rms_norm_rows", "swiglu_rows", "swiglu_backward_rows",
+}  # fmt: skip
 """The ops whose kernels hold whole rows, of up to WIDEST_ROW values."""
 WIDEST_ROW = 32768  # 16 warps hold 64 values a thread, and all registers of a multiprocessor hold 65536.
+TURNED = {"columns_from_rows", "quantise_columns", "quantise_weights"}
+"""The ops whose kernels turn a matrix over. Where a thread reads fewer than 16 bytes of a row at once, Triton 3.6
+writes -384 in the place of some results (Hopper, 2026-12-02): in float32, and where rows are not aligned."""
 
 
-def width(x: Tensor | list[Tensor]) -> int:
-    return (x if isinstance(x, Tensor) else x[0]).shape[1]
+def has_kernel(name: str, x: Tensor | list[Tensor]) -> bool:
+    """Whether an op on CUDA launches its kernel for x, or else runs the reference."""
+    parts = [x] if isinstance(x, Tensor) else x
+    width = sum(part.shape[1] for part in parts) if name == "quantise_parts" else parts[0].shape[1]
+    if name in WHOLE_ROWS and width > WIDEST_ROW:  # The feed-forward rows of 405B on one rank, say.
+        return False
+    return name not in TURNED or (width % ALIGNMENT == 0 and all(part.itemsize <= 2 for part in parts))
 
 
 def launcher(name: str) -> Function:
@@ -45,8 +55,7 @@ def op(fake: Function) -> Callable[[Function], Function]:
         name = reference.__name__
 
         def on_cuda(*args: Any) -> Any:
-            # The feed-forward rows of 405B on one rank, say: right, if slower.
-            return (reference if name in WHOLE_ROWS and width(args[0]) > WIDEST_ROW else launcher(name))(*args)
+            return (launcher(name) if has_kernel(name, args[0]) else reference)(*args)
 
         REFERENCES[name] = reference
         made = torch.library.custom_op(f"rowhouse::{name}", reference, mutates_args=())
@@ -74,6 +83,17 @@ def maxima_of(rows: Float8Rows, wanted: bool) -> Tensor:
 @op(lambda x, maxima: (*empty_rows(x, *x.shape), empty_maxima(x, x.shape[1], maxima)))
 def quantise_rows(x: Tensor, maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = quantise.quantise_rows(x)
+    return rows.data, rows.scale, maxima_of(rows, maxima)
+
+
+def empty_parts(parts: list[Tensor], maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, cols = parts[0].shape[0], sum(part.shape[1] for part in parts)
+    return (*empty_rows(parts[0], rows, cols), empty_maxima(parts[0], cols, maxima))
+
+
+@op(empty_parts)
+def quantise_parts(parts: list[Tensor], maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows = quantise.quantise_rows(torch.cat(parts, dim=1))
     return rows.data, rows.scale, maxima_of(rows, maxima)
 
 

@@ -46,12 +46,13 @@ def quantised(value):
 @triton.jit
 def rms_norm_kernel(
     x, weight, data, scales, maxima, normed, rstds, rows, each, x_stride, eps,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, MAXIMA: tl.constexpr, NORMED: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    MAXIMA: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     column = vectors(BLOCK, VECTOR)
     factor = tl.load(weight + column, mask=column < COLS, other=0.0).to(tl.float32)
     largest = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.range(0, each, num_stages=2):
+    for i in tl.range(0, each, num_stages=STAGES):
         row = (tl.program_id(0) * each + i).to(tl.int64)
         mask = (column < COLS) & (row < rows)
         value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -73,12 +74,12 @@ def rms_norm_kernel(
 @triton.jit
 def rms_norm_backward_kernel(
     dy, x, weight, rstds, residual, dx, dweights, rows, each, dy_stride, x_stride, residual_stride,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, RESIDUAL: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     column = vectors(BLOCK, VECTOR)
     factor = tl.load(weight + column, mask=column < COLS, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.range(0, each, num_stages=2):
+    for i in tl.range(0, each, num_stages=STAGES):
         row = (tl.program_id(0) * each + i).to(tl.int64)
         mask = (column < COLS) & (row < rows)
         grad = tl.load(dy + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -97,11 +98,11 @@ def rms_norm_backward_kernel(
 @triton.jit
 def swiglu_kernel(
     h1, h3, data, scales, maxima, rows, each, h1_stride, h3_stride,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, MAXIMA: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr, MAXIMA: tl.constexpr,
 ):  # fmt: skip
     column = vectors(BLOCK, VECTOR)
     largest = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.range(0, each, num_stages=2):
+    for i in tl.range(0, each, num_stages=STAGES):
         row = (tl.program_id(0) * each + i).to(tl.int64)
         mask = (column < COLS) & (row < rows)
         gate = tl.load(h1 + row * h1_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -120,11 +121,11 @@ def swiglu_kernel(
 @triton.jit
 def swiglu_backward_kernel(
     dy, h1, h3, data, scales, rows, each, dy_stride, h1_stride, h3_stride,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = vectors(BLOCK, VECTOR)
     dtype: tl.constexpr = dy.dtype.element_ty
-    for i in tl.range(0, each, num_stages=2):
+    for i in tl.range(0, each, num_stages=STAGES):
         row = (tl.program_id(0) * each + i).to(tl.int64)
         mask = (column < COLS) & (row < rows)
         grad = tl.load(dy + row * dy_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -186,7 +187,7 @@ def swiglu_rows(h1: Tensor, h3: Tensor, maxima: bool) -> tuple[Tensor, Tensor, T
     partial = partial_maxima(h1, torch.int16) if fused else None
     swiglu_kernel[(triton.cdiv(rows, each),)](
         h1, h3, data, scale, partial, rows, each, h1.stride(0), h3.stride(0),
-        COLS=cols, MAXIMA=fused, **row_layout(cols, h1.itemsize),
+        COLS=cols, MAXIMA=fused, **swiglu_layout(cols, h1.itemsize),
     )  # fmt: skip
     return data, scale, finished_maxima(data, scale, partial, maxima)
 
@@ -194,13 +195,20 @@ def swiglu_rows(h1: Tensor, h3: Tensor, maxima: bool) -> tuple[Tensor, Tensor, T
 def swiglu_backward_rows(dy: Tensor, h1: Tensor, h3: Tensor, maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
     dy, h1, h3 = by_rows(dy), by_rows(h1), by_rows(h3)
     rows, cols = dy.shape
-    each = rows_a_program(rows)
     data, scale = new_rows(dy, 2 * cols)
-    swiglu_backward_kernel[(triton.cdiv(rows, each),)](
-        dy, h1, h3, data, scale, rows, each, dy.stride(0), h1.stride(0), h3.stride(0),
-        COLS=cols, **row_layout(cols, dy.itemsize),
+    # One row a program: there are no maxima to keep over several, and other programs are at work while one waits.
+    swiglu_backward_kernel[(rows,)](
+        dy, h1, h3, data, scale, rows, 1, dy.stride(0), h1.stride(0), h3.stride(0),
+        COLS=cols, **(swiglu_layout(cols, dy.itemsize) | {"STAGES": 1}),
     )  # fmt: skip
     return data, scale, finished_maxima(data, scale, None, maxima)
+
+
+def swiglu_layout(cols: int, itemsize: int) -> dict[str, int]:
+    """Of wide rows 64 values a thread in 128 registers: two programs at once on a multiprocessor, where their length
+    lets them, hide each other's waiting. (docs/performance.md has the other layouts' times.)"""
+    layout = row_layout(cols, itemsize)
+    return layout | ({"num_warps": layout["BLOCK"] // 2048, "maxnreg": 128} if layout["BLOCK"] > 8192 else {})
 
 
 def new_rows(like: Tensor, cols: int) -> tuple[Tensor, Tensor]:

@@ -55,11 +55,12 @@ def vectors(BLOCK: tl.constexpr, VECTOR: tl.constexpr):
 @triton.jit
 def quantise_rows_kernel(
     x, data, scales, maxima, rows, each, x_stride,
-    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, MAXIMA: tl.constexpr, SHIFT: tl.constexpr,
+    COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
+    MAXIMA: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     column = vectors(BLOCK, VECTOR)
     largest = tl.zeros((BLOCK,), tl.int32)
-    for i in tl.range(0, each, num_stages=2):
+    for i in tl.range(0, each, num_stages=STAGES):
         row = (tl.program_id(0) * each + i).to(tl.int64)
         mask = (column < COLS) & (row < rows)
         value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
@@ -74,6 +75,35 @@ def quantise_rows_kernel(
     if MAXIMA != NO_MAXIMA:
         at = maxima + tl.program_id(0).to(tl.int64) * COLS + column
         tl.store(at, (largest >> SHIFT).to(maxima.dtype.element_ty), mask=column < COLS)
+
+
+@triton.jit
+def quantise_parts_kernel(
+    x0, x1, x2, data, scales, maxima, rows, each, stride0, stride1, stride2,
+    END0: tl.constexpr, END1: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    STAGES: tl.constexpr, MAXIMA: tl.constexpr,
+):  # fmt: skip
+    """quantise_rows_kernel of [x0 | x1 | x2], which end before the columns END0, END1 and COLS."""
+    column = vectors(BLOCK, VECTOR)
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for i in tl.range(0, each, num_stages=STAGES):
+        row = (tl.program_id(0) * each + i).to(tl.int64)
+        there = row < rows
+        # Where two of them are 0, the sum is the third.
+        value = tl.load(x0 + row * stride0 + column, mask=there & (column < END0), other=0.0).to(tl.float32)
+        mask = there & (column >= END0) & (column < END1)
+        value += tl.load(x1 + row * stride1 + (column - END0), mask=mask, other=0.0).to(tl.float32)
+        mask = there & (column >= END1) & (column < COLS)
+        value += tl.load(x2 + row * stride2 + (column - END1), mask=mask, other=0.0).to(tl.float32)
+        scale, inverse = scale_of(tl.max(magnitude(value), axis=0))
+        rounded = (value * inverse).to(tl.float8e4nv)
+        tl.store(data + row * COLS + column, rounded, mask=there & (column < COLS))
+        tl.store(scales + row, scale, mask=there)
+        if MAXIMA:
+            largest = tl.maximum(largest, magnitude(rounded.to(tl.float32) * scale))
+    if MAXIMA:
+        at = maxima + tl.program_id(0).to(tl.int64) * COLS + column
+        tl.store(at, (largest >> 16).to(tl.int16), mask=column < COLS)
 
 
 @triton.jit
@@ -137,11 +167,10 @@ def columns_kernel(
     tl.store(at, tl.trans(words), mask=(column < cols)[:, None] & (word < rows // 4)[None, :])
 
 
-def quantise_rows(x: Tensor, maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
+def quantise_rows(x: Tensor, maxima: bool, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     x = by_rows(x)
     rows, cols = x.shape
-    data = x.new_empty((rows, cols), dtype=FLOAT8)
-    scale = x.new_empty((rows, 1), dtype=torch.float32)
+    data, scale = out or (x.new_empty((rows, cols), dtype=FLOAT8), x.new_empty((rows, 1), dtype=torch.float32))
     if not maxima:
         write_rows(x, data, scale, None, NO_MAXIMA)
         return data, scale, x.new_empty((0, cols), dtype=torch.bfloat16)
@@ -153,13 +182,32 @@ def quantise_rows(x: Tensor, maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
     return data, scale, reduce_maxima(partial).view(torch.bfloat16)
 
 
-def columns_from_rows(data: Tensor, scale: Tensor, maxima: Tensor) -> tuple[Tensor, Tensor]:
-    rows, cols = data.shape
+def quantise_parts(parts: list[Tensor], maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows, widths = parts[0].shape[0], [part.shape[1] for part in parts]
+    cols = sum(widths)
+    if len(parts) != 3 or cols > WIDEST_WITH_MAXIMA:  # The kernel is made for queries, keys and values.
+        return quantise_rows(torch.cat(parts, dim=1), maxima)
+    x0, x1, x2 = (by_rows(part) for part in parts)
+    data, scale = x0.new_empty((rows, cols), dtype=FLOAT8), x0.new_empty((rows, 1), dtype=torch.float32)
+    each = rows_a_program(rows)
+    partial = x0.new_empty((triton.cdiv(rows, each), cols), dtype=torch.int16) if maxima else None
+    quantise_parts_kernel[(triton.cdiv(rows, each),)](
+        x0, x1, x2, data, scale, partial, rows, each, x0.stride(0), x1.stride(0), x2.stride(0),
+        END0=widths[0], END1=widths[0] + widths[1], COLS=cols, MAXIMA=maxima, **row_layout(cols, x0.itemsize),
+    )  # fmt: skip
+    if partial is None:
+        return data, scale, x0.new_empty((0, cols), dtype=torch.bfloat16)
+    return data, scale, reduce_maxima(partial).view(torch.bfloat16)
+
+
+def columns_from_rows(
+    data: Tensor, scale: Tensor, maxima: Tensor, out: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     if not len(maxima):
         maxima = quantised_maxima(data, scale)
-    out, out_scale = new_columns(data, rows, cols)
-    write_columns(data, scale, maxima.contiguous().view(torch.int16), out, out_scale)
-    return out, out_scale
+    columns, column_scale = out or new_columns(data, *data.shape)
+    write_columns(data, scale, maxima.contiguous().view(torch.int16), columns, column_scale)
+    return columns, column_scale
 
 
 def quantise_columns(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,9 +253,14 @@ def rows_a_program(rows: int) -> int:
 
 
 def row_layout(cols: int, itemsize: int) -> dict[str, int]:
-    """Up to 8192 columns a thread has 16 values, then up to 64."""
+    """Up to 8192 columns a thread has 16 values, then up to 64. Two rows are on their way where they are narrow."""
     block = triton.next_power_of_2(cols)
-    return {"BLOCK": block, "VECTOR": min(block, 16 // itemsize), "num_warps": min(16, max(1, block // 512))}
+    return {
+        "BLOCK": block,
+        "VECTOR": min(block, 16 // itemsize),
+        "STAGES": 3 if block * itemsize <= 2**14 else 2,
+        "num_warps": min(16, max(1, block // 512)),
+    }
 
 
 def write_rows(x: Tensor, data: Tensor, scale: Tensor, partial: Tensor | None, maxima: tl.constexpr) -> None:

@@ -53,10 +53,12 @@ def apply_fsdp(
     reduce_dtype: torch.dtype,
     reshard_after_forward: str,
     cpu_offload: bool,
+    in_float8: Sequence[torch.Tensor] = (),
 ) -> Sharding:
     """Shards a Llama over the data parallel mesh; also on one rank, so that mixed precision is one thing everywhere.
 
     Gradients are *summed* over the ranks: the loss is divided by the valid tokens of the global batch before.
+    `in_float8` are gathered so (parallelisms/float8_gather.py): fewer bytes are counted for them.
     """
     # Inputs are not cast: the rotary table stays in float32, and the residual stream has the embedding's precision.
     options: dict = {
@@ -75,9 +77,13 @@ def apply_fsdp(
         # Backward needs the last group again at once.
         units.append(([model.norm, model.output], reshard_after_forward == "always"))
     # Tied weights are used at both ends of the model: they stay in the root's unit, which is gathered throughout.
-    numel = {"all": elements(model), "again": 0}
+    shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
+    numel = sum(local(p).numel() for p in model.parameters())
+    float8 = set(in_float8)
+    nbytes = {p: gathered_bytes(local(p), shards, param_dtype, p in float8) for p in model.parameters()}
+    gathered = sum(nbytes.values())
     for modules, again in units:
-        numel["again"] += again * sum(elements(module) for module in modules)
+        gathered += again * sum(nbytes[p] for module in modules for p in module.parameters())
         fully_shard(modules, **options, reshard_after_forward=again)
     fully_shard(model, **options)
     # torch's fused matmuls hand out views. Nothing here changes a tensor in place.
@@ -91,17 +97,21 @@ def apply_fsdp(
                 unit.set_custom_reduce_scatter(InPlaceReduction())  # type: ignore[arg-type]
 
     # A ring passes (n - 1) / n of a buffer through every rank; an all-reduce does so twice.
-    shards, replicas = mesh.size(-1), mesh.size() // mesh.size(-1)
     ring = (shards - 1) / shards
     all_reduce = 2 * (replicas - 1) / replicas / shards
     return Sharding(
         units=len(units) + 1,
         resharded=sum(again for _, again in units),
-        all_gather_bytes=(numel["all"] + numel["again"]) * param_dtype.itemsize * ring,
-        reduce_bytes=numel["all"] * reduce_dtype.itemsize * (ring + all_reduce),
+        all_gather_bytes=gathered * ring,
+        reduce_bytes=numel * reduce_dtype.itemsize * (ring + all_reduce),
     )
 
 
-def elements(module: nn.Module) -> int:
-    """Elements of the parameters that this rank and its shards hold: of a tensor parallel one the local part."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+def local(p: torch.Tensor) -> torch.Tensor:
+    """What this rank and its shards hold: of a tensor parallel parameter the local part."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def gathered_bytes(p: torch.Tensor, shards: int, param_dtype: torch.dtype, in_float8: bool) -> int:
+    """Bytes of a parameter as it is gathered. In float8: rows, a float32 scale each, and bf16 maxima of each shard."""
+    return p.shape[0] * (p.shape[1] + 4) + shards * p.shape[1] * 2 if in_float8 else p.numel() * param_dtype.itemsize

@@ -60,12 +60,19 @@ def rows_of_chunk(tokens: int, vocab: int) -> int:
     return next((tokens // n for n in range(max(fewest, 1), tokens) if tokens % n == 0), 1)
 
 
+def scaled(gradient: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * g, g a scalar. Compiled it is one pass, in eager a product, slow with a scalar tensor, and a cast."""
+    return (gradient * g).to(dtype)
+
+
 @dataclass(frozen=True)
 class HeadLoss:
     """The loss of an output head, whose vocabulary may be split over the ranks of a tensor parallel `group`."""
 
     chunk_loss: ChunkLoss
     """loss_and_gradient, compiled or not."""
+    scaled: Callable[[Tensor, Tensor, torch.dtype], Tensor]
+    """The function of that name, compiled or not."""
     rank: int = 0
     group: str = ""
 
@@ -83,7 +90,7 @@ class LossOfLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, count: Tensor, head: HeadLoss, needs_gradient: bool
     ) -> Tensor:
-        ctx.group = head.group
+        ctx.head, ctx.dtype = head, weight.dtype
         if head.group:
             x = tp_ops.gather(x, x, head.group, "output")
         rows = rows_of_chunk(x.shape[0], weight.shape[0])
@@ -99,21 +106,22 @@ class LossOfLinear(torch.autograd.Function):
             dw = product if rows == x.shape[0] else product.float() if dw is None else dw.add_(product)
         if needs_gradient:
             assert dw is not None
-            ctx.save_for_backward(torch.cat(dx), dw.to(weight.dtype))
+            ctx.save_for_backward(torch.cat(dx), dw)
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        dx = dx * g
-        if ctx.group:
-            dx = tp_ops.scatter(dx, ctx.group, "output backward")
-        return dx, dw * g, None, None, None, None
+        dx, dw = ctx.head.scaled(dx, g, dx.dtype), ctx.head.scaled(dw, g, ctx.dtype)
+        if ctx.head.group:
+            dx = tp_ops.scatter(dx, ctx.head.group, "output backward")
+        return dx, dw, None, None, None, None
 
 
 class LossOfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, count: Tensor, head: HeadLoss) -> Tensor:
+        ctx.head = head
         loss, gradient = head.chunk_loss(logits, labels, count, head.rank, head.group)
         ctx.save_for_backward(gradient)
         return loss
@@ -121,4 +129,4 @@ class LossOfLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * g, None, None, None
+        return ctx.head.scaled(gradient, g, gradient.dtype), None, None, None

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.kernels import columns_from_rows, quantise_columns, quantise_rows
+from float8.kernels import columns_from_rows, quantise_rows
 from float8.scaled import Float8Rows, scaled_mm
 from parallelisms import tp_ops
 
@@ -28,20 +28,21 @@ class ColumnLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """rest: recipe, group, fused, layer, *weights.
+        """rest: recipe, group, fused, layer, the four of `quantised_weights` (None without a recipe), *weights.
 
         Not by their names: without gradients torch 2.13's compiler takes a forward that is given one argument more than
         it names for one without ctx, and *weights may be that one.
         """
-        recipe, group, fused, layer, *weights = rest
+        recipe, group, fused, layer, w_data, w_scale, w_columns, w_column_scale, *weights = rest
         ctx.recipe, ctx.group, ctx.fused, ctx.layer = recipe, group, fused, layer
+        ctx.outs = [w.shape[0] for w in weights]
         if recipe is None:
             ctx.save_for_backward(x, *weights)
             return tuple(tp_ops.gather_matmul(x, [w.t() for w in weights], group, fused, layer, False))
         keep = recipe == "rowwise"
         xq, maxima = quantise_rows(x, maxima=keep and not group)
-        ctx.save_for_backward(*((xq.data, xq.scale, maxima) if keep else (x,)), *weights)
-        outs, _ = gather_times(xq, [quantise_rows(w)[0] for w in weights], x.dtype, group, fused, layer)
+        ctx.save_for_backward(*((xq.data, xq.scale, maxima) if keep else (x,)), w_columns, w_column_scale)
+        outs, _ = gather_times(xq, split_rows(w_data, w_scale, ctx.outs), x.dtype, group, fused, layer)
         return tuple(outs)
 
     @staticmethod
@@ -50,67 +51,87 @@ class ColumnLinears(torch.autograd.Function):
         # A sum of matmuls is one matmul over the columns side by side.
         g = torch.cat(grads, dim=1)
         if ctx.recipe == "rowwise":
-            data, scale, maxima, *weights = ctx.saved_tensors
+            data, scale, maxima, *w_columns = ctx.saved_tensors
             gq, g_maxima = quantise_rows(g, maxima=True)
-            xq = Float8Rows(data, scale)
-            dx, dw = column_gradients(gq, g_maxima, xq, maxima, weights, g.dtype, group, fused, layer)
+            how = (g.dtype, group, fused, layer)
+            dx, dw = column_gradients(gq, g_maxima, Float8Rows(data, scale), maxima, Float8Rows(*w_columns), *how)
         else:
-            x, *weights = ctx.saved_tensors
+            x, *saved = ctx.saved_tensors
             if ctx.recipe is None:
-                dx = tp_ops.matmul_scatter(g, torch.cat(weights), group, fused, layer)
+                dx = tp_ops.matmul_scatter(g, torch.cat(saved), group, fused, layer)
             else:
-                wq = quantise_columns(torch.cat(weights))
-                dx = times_scatter(quantise_rows(g)[0], wq, g.dtype, group, fused, layer)
+                dx = times_scatter(quantise_rows(g)[0], Float8Rows(*saved), g.dtype, group, fused, layer)
             dw = g.t() @ gather(x, g, group, layer)
-        return dx, None, None, None, None, *dw.split([w.shape[0] for w in weights])
+        return dx, *(None,) * 8, *dw.split(ctx.outs)
 
 
 class RowLinear(torch.autograd.Function):
     """x: (tokens, in / tp), w: (dim, in / tp) -> scatter(x @ w.T), (tokens / tp, dim)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, recipe: str | None, group: str, fused: bool, layer: str, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        recipe: str | None,
+        group: str,
+        fused: bool,
+        layer: str,
+        w_data: Tensor | None,
+        w_scale: Tensor | None,
+        w_columns: Tensor | None,
+        w_column_scale: Tensor | None,
+        weight: Tensor,
+    ) -> Tensor:
+        """w_...: the four of `quantised_weights`; None without a recipe."""
         ctx.recipe, ctx.group, ctx.fused, ctx.layer = recipe, group, fused, layer
         if recipe is None:
             ctx.save_for_backward(x, weight)
             return tp_ops.matmul_scatter(x, weight.t(), group, fused, layer)
         keep = recipe == "rowwise"
         xq, maxima = quantise_rows(x, maxima=keep)
-        ctx.save_for_backward(*((xq.data, xq.scale, maxima) if keep else (x,)), weight)
-        return times_scatter(xq, quantise_rows(weight)[0], x.dtype, group, fused, layer)
+        ctx.save_for_backward(*((xq.data, xq.scale, maxima) if keep else (x,)), w_columns, w_column_scale)
+        assert w_data is not None and w_scale is not None
+        return times_scatter(xq, Float8Rows(w_data, w_scale), x.dtype, group, fused, layer)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         group, fused, layer = ctx.group, ctx.fused, ctx.layer + " backward"
-        *saved, weight = ctx.saved_tensors
         if ctx.recipe is None:
+            x, weight = ctx.saved_tensors
             dx, g_full = tp_ops.gather_matmul(g, [weight], group, fused, layer, True)
-            return dx, None, None, None, None, g_full.t() @ saved[0]
+            return dx, *(None,) * 8, g_full.t() @ x
         # The gathered float8 gradient serves its own weight gradient too.
+        *saved, w_columns, w_column_scale = ctx.saved_tensors
         keep = ctx.recipe == "rowwise"
-        wq = quantise_columns(weight)
         gq, g_maxima = quantise_rows(g, maxima=keep and not group)
-        (dx,), gq_full = gather_times(gq, [wq], g.dtype, group, fused, layer, keep)
+        how = (g.dtype, group, fused, layer)
+        (dx,), gq_full = gather_times(gq, [Float8Rows(w_columns, w_column_scale)], *how, keep)
         if keep:
             data, scale, maxima = saved
             xq = columns_from_rows(Float8Rows(data, scale), maxima)
             dw = scaled_mm(columns_from_rows(gq_full, g_maxima), xq, g.dtype)
         else:
             dw = gather(g, g, group, layer).t() @ saved[0]
-        return dx, None, None, None, None, dw
+        return dx, *(None,) * 8, dw
 
 
 def column_gradients(
-    gq: Float8Rows, g_maxima: Tensor, xq: Float8Rows, x_maxima: Tensor, weights: list[Tensor], dtype: torch.dtype,
+    gq: Float8Rows, g_maxima: Tensor, xq: Float8Rows, x_maxima: Tensor, w_columns: Float8Rows, dtype: torch.dtype,
     group: str, fused: bool, layer: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Of a column group: (gradient of the input (tokens / tp, dim), that of the weights side by side (out / tp, dim)).
 
-    gq: (tokens, out / tp); xq: (tokens / tp, dim), whose maxima are known where there is nothing to gather.
+    gq: (tokens, out / tp); xq: (tokens / tp, dim), whose maxima are known where there is nothing to gather;
+    w_columns: the weights side by side, (dim, out / tp).
     """
-    dx = times_scatter(gq, quantise_columns(torch.cat(weights)), dtype, group, fused, layer)
+    dx = times_scatter(gq, w_columns, dtype, group, fused, layer)
     xq = Float8Rows(gather(xq.data, gq.data, group, layer), gather(xq.scale, gq.data, group, layer))
     return dx, scaled_mm(columns_from_rows(gq, g_maxima), columns_from_rows(xq, x_maxima), dtype)
+
+
+def split_rows(data: Tensor, scale: Tensor, outs: list[int]) -> list[Float8Rows]:
+    """Weights one below the other -> each, (out_i, in)."""
+    return [Float8Rows(*rows) for rows in zip(data.split(outs), scale.split(outs), strict=True)]
 
 
 # The same on one rank (`group` is empty: nothing to gather or to scatter) and on several.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from float8.kernels import (
     columns_from_rows,
-    quantise_columns,
+    quantise_parts,
     quantise_rows,
     rms_norm_backward,
     rms_norm_rows,
@@ -23,7 +23,7 @@ from float8.kernels import (
 )
 from float8.scaled import Float8Rows, scaled_mm
 from parallelisms import tp_ops
-from parallelisms.matmuls import column_gradients, gather_times, times_scatter
+from parallelisms.matmuls import column_gradients, gather_times, split_rows, times_scatter
 
 
 class NormColumnLinears(torch.autograd.Function):
@@ -31,22 +31,23 @@ class NormColumnLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """rest: norm weight (dim,), eps, group, fused, layer, *weights; see ColumnLinears.forward for why."""
-        norm_weight, eps, group, fused, layer, *weights = rest
-        ctx.group, ctx.fused, ctx.layer = group, fused, layer
+        """rest: norm weight (dim,), eps, group, fused, layer, the four of `quantised_weights`, *weights; see
+        ColumnLinears.forward for why."""
+        norm_weight, eps, group, fused, layer, w_data, w_scale, w_columns, w_column_scale, *weights = rest
+        ctx.group, ctx.fused, ctx.layer, ctx.outs = group, fused, layer, [w.shape[0] for w in weights]
         xq, maxima, rstd, _ = rms_norm_rows(x, norm_weight, eps, maxima=not group)
-        ctx.save_for_backward(x, norm_weight, rstd, xq.data, xq.scale, maxima, *weights)
-        outs, _ = gather_times(xq, [quantise_rows(w)[0] for w in weights], x.dtype, group, fused, layer)
+        ctx.save_for_backward(x, norm_weight, rstd, xq.data, xq.scale, maxima, w_columns, w_column_scale)
+        outs, _ = gather_times(xq, split_rows(w_data, w_scale, ctx.outs), x.dtype, group, fused, layer)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, rstd, data, scale, maxima, *weights = ctx.saved_tensors
-        gq, g_maxima = quantise_rows(torch.cat(grads, dim=1), maxima=True)
-        how = (ctx.group, ctx.fused, ctx.layer + " backward")
-        dnormed, dw = column_gradients(gq, g_maxima, Float8Rows(data, scale), maxima, weights, x.dtype, *how)
+        x, norm_weight, rstd, data, scale, maxima, *w_columns = ctx.saved_tensors
+        gq, g_maxima = quantise_parts(list(grads), maxima=True)
+        how = (x.dtype, ctx.group, ctx.fused, ctx.layer + " backward")
+        dnormed, dw = column_gradients(gq, g_maxima, Float8Rows(data, scale), maxima, Float8Rows(*w_columns), *how)
         dx, dnorm = norm_gradients(dnormed, x, norm_weight, rstd, None, ctx.group)
-        return dx, dnorm, None, None, None, None, *dw.split([w.shape[0] for w in weights])
+        return dx, dnorm, *(None,) * 8, *dw.split(ctx.outs)
 
 
 class FeedForward(torch.autograd.Function):
@@ -56,43 +57,38 @@ class FeedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-        group: str,
-        fused: bool,
-        w1: Tensor,
-        w3: Tensor,
-        w2: Tensor,
-    ) -> Tensor:
-        ctx.group, ctx.fused = group, fused
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> Tensor:
+        """rest: norm weight (dim,), eps, group, fused, the four of `quantised_weights` for w1 and w3, those for w2, w1,
+        w3, w2."""
+        norm_weight, eps, group, fused, w13_data, w13_scale, *w13_columns = rest[:8]
+        w2_data, w2_scale, *w2_columns, w1, w3, _ = rest[8:]
+        ctx.group, ctx.fused, ctx.outs = group, fused, [w1.shape[0], w3.shape[0]]
         xq, x_maxima, rstd, _ = rms_norm_rows(x, norm_weight, eps, maxima=not group)
-        (gate, up), _ = gather_times(xq, [quantise_rows(w)[0] for w in (w1, w3)], x.dtype, group, fused, "w1 w3")
+        w13 = split_rows(w13_data, w13_scale, ctx.outs)
+        (gate, up), _ = gather_times(xq, w13, x.dtype, group, fused, "w1 w3")
         hq, h_maxima = swiglu_rows(gate, up, maxima=True)
-        y = times_scatter(hq, quantise_rows(w2)[0], x.dtype, group, fused, "w2")
+        y = times_scatter(hq, Float8Rows(w2_data, w2_scale), x.dtype, group, fused, "w2")
         kept = (xq.data, xq.scale, x_maxima, gate, up, hq.data, hq.scale, h_maxima)
-        ctx.save_for_backward(x, norm_weight, rstd, *kept, w1, w3, w2)
+        ctx.save_for_backward(x, norm_weight, rstd, *kept, *w13_columns, *w2_columns)
         return x + y
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, norm_weight, rstd, *kept, w1, w3, w2 = ctx.saved_tensors
-        x_data, x_scale, x_maxima, gate, up, h_data, h_scale, h_maxima = kept
+        x, norm_weight, rstd, *kept = ctx.saved_tensors
+        x_data, x_scale, x_maxima, gate, up, h_data, h_scale, h_maxima = kept[:8]
+        w13_columns, w2_columns = Float8Rows(*kept[8:10]), Float8Rows(*kept[10:])
         group, fused, dtype = ctx.group, ctx.fused, x.dtype
         gq, g_maxima = quantise_rows(g, maxima=not group)
         # The gathered float8 gradient serves w2's own gradient too.
-        (dh,), gq = gather_times(gq, [quantise_columns(w2)], dtype, group, fused, "w2 backward", True)
+        (dh,), gq = gather_times(gq, [w2_columns], dtype, group, fused, "w2 backward", True)
         dw2 = scaled_mm(
             columns_from_rows(gq, g_maxima), columns_from_rows(Float8Rows(h_data, h_scale), h_maxima), dtype
         )
         dq, d_maxima = swiglu_backward_rows(dh, gate, up, maxima=True)
-        how = (group, fused, "w1 w3 backward")
-        dnormed, dw = column_gradients(dq, d_maxima, Float8Rows(x_data, x_scale), x_maxima, [w1, w3], dtype, *how)
+        how = (dtype, group, fused, "w1 w3 backward")
+        dnormed, dw = column_gradients(dq, d_maxima, Float8Rows(x_data, x_scale), x_maxima, w13_columns, *how)
         dx, dnorm = norm_gradients(dnormed, x, norm_weight, rstd, g, group)
-        dw1, dw3 = dw.split([w1.shape[0], w3.shape[0]])
-        return dx, dnorm, None, None, None, dw1, dw3, dw2
+        return dx, dnorm, *(None,) * 11, *dw.split(ctx.outs), dw2
 
 
 def norm_gradients(

@@ -103,7 +103,13 @@ CASES = [
         exact=False,
     ),
     rows_case(DIM, uses=3),  # the attention's output; the gradients of wo's and w2's outputs
-    rows_case(QKV, uses=1),
+    Case(
+        "quantise_parts",
+        f"{TOKENS} x ({DIM} + {DIM // 4} + {DIM // 4})",
+        lambda device: ([normal(device, TOKENS, cols) for cols in (DIM, DIM // 4, DIM // 4)], True),
+        3 * TOKENS * QKV,
+        uses=1,
+    ),
     Case(
         "swiglu_rows",
         f"{TOKENS} x {HIDDEN}",

@@ -371,7 +371,7 @@ def test_the_kernel_does_as_pytorch(kernel: tuple[Any, str], n: int, place: Plac
     m, v = (torch.randn(n, generator=generator) * 0.1).bfloat16(), torch.rand(n, generator=generator).bfloat16()
     settings = Settings(1 - 1e-3, 1 - 0.9, 0.95, 1 - 0.95, 1e-8)
     for good in (0.0, 1.0):
-        factors = torch.tensor([1e-2 / (1 - 0.9**step), (1 - 0.95**step) ** 0.5, step, good])
+        factors = torch.tensor([1e-2 / (1 - 0.9**step), (1 - 0.95**step) ** 0.5, step, good, 1.7])
         expected, found = [t.clone() for t in (p, g, m, v)], [t.to(device, copy=True) for t in (p, g, m, v)]
         update_torch(*expected, factors, 2**31 - 5, place, settings)
         update_triton(*found, factors.to(device), 2**31 - 5, place, settings)

@@ -153,10 +153,32 @@ def test_a_step_is_that_of_the_paper() -> None:
     assert torch.allclose(weight.detach().double(), theta, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "dtype"),
-    [("for-loop", "float32"), ("foreach", "float32"), ("fused", "float32"), ("fused", "bfloat16")],
-)
+IMPLEMENTATIONS = [("for-loop", "float32"), ("foreach", "float32"), ("fused", "float32"), ("fused", "bfloat16")]
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS)
+@pytest.mark.parametrize("max_norm", [0, 0.5, 1e9])
+def test_gradients_are_clipped(implementation: str, dtype: str, max_norm: float) -> None:
+    """A large eps makes a step as long as its gradient."""
+    moved = {}
+    for clipping in ("torch", "FiniteSteps"):
+        model = small_model()
+        before = [p.detach().clone() for p in model.parameters()]
+        config = OptimizerConfig(implementation=implementation, state_dtype=dtype, eps=1e3)  # type: ignore[arg-type]
+        optimizer = build_optimizer(model, config)
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # type: ignore[misc]
+        steps = FiniteSteps(optimizer, 0, torch.device("cpu"), max_norm if clipping == "FiniteSteps" else 0)
+        if clipping == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+        steps.step(torch.tensor(1.0), norm)
+        moved[clipping] = [p.detach() - b for p, b in zip(model.parameters(), before, strict=True)]
+    for a, b in zip(*moved.values(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize(("implementation", "dtype"), IMPLEMENTATIONS)
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0), (1.0, math.inf)])
 def test_a_step_that_is_not_finite_changes_nothing(implementation: str, dtype: str, loss: float, norm: float) -> None:
     model = small_model()

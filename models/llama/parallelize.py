@@ -1,5 +1,6 @@
 """Applies the techniques to a Llama, in the one order that works, and says what was asked for and what was applied."""
 
+import functools
 import types
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ from models.llama.model import Llama, TransformerBlock
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpointing
 from parallelisms.async_tp import compare_with_plan, why_not_fused
 from parallelisms.compile import CompileConfig, compile_blocks
+from parallelisms.float8_gather import Float8Gather, gather_in_float8
 from parallelisms.fsdp import apply_fsdp
-from parallelisms.linear_loss import CHUNK_ELEMENTS, HeadLoss, loss_and_gradient
+from parallelisms.linear_loss import CHUNK_ELEMENTS, HeadLoss, loss_and_gradient, scaled
 from parallelisms.linears import Linears, local_weight, take_local_weights
 from parallelisms.mesh import Meshes, ParallelismConfig
 from parallelisms.tensor_parallel import split_embedding, split_norm_tokens, split_parameter
@@ -68,6 +70,14 @@ def parallelize_llama(
     if meshes.tp is not None:
         for block in model.layers:
             take_local_weights(block)
+    gathers: list[Float8Gather] = []
+    if selection.chosen and float8.backend_of_recipe == "rowhouse":
+        gathers = [] if cpu_offload else float8_gathers(model, selection, meshes.fsdp.size(-1))
+        applied = f"{sum(len(gather.linears) for gather in gathers)} of {len(selection.chosen)} linear layers"
+        why_not = "CPU offload" if cpu_offload else "rows that the shards do not divide"
+        if not gathers:
+            applied += f": {why_not}"
+        linears_rows.append(Applied("  gathered by FSDP2 in float8", "", applied))
     sharding = apply_fsdp(
         model,
         meshes.fsdp,
@@ -75,7 +85,9 @@ def parallelize_llama(
         reduce_dtype=reduce_dtype,
         reshard_after_forward=parallelism.fsdp_reshard_after_forward,
         cpu_offload=cpu_offload,
+        in_float8=[linear.weight for gather in gathers for linear in gather.linears],
     )
+    gather_in_float8(model, gathers)
     if compile.enable and "model" in compile.components and compiled == 0:
         raise UserError("compile.components: model compiled no block")
 
@@ -158,11 +170,31 @@ def replace_linears(
     return rows
 
 
+def float8_gathers(model: Llama, selection: Selection, shards: int) -> list[Float8Gather]:
+    """The linears in float8 that share an input, where FSDP2 divides all their rows evenly among its shards."""
+    groups: list[list[nn.Linear]] = []
+    if model.output is not None and "output" in selection.chosen:
+        groups.append([model.output])
+    for i, block in enumerate(model.layers):
+        for part, column, row in PARTS:
+            for names in (column.split(), [row]):
+                if f"layers.{i}.{part}.{names[0]}" in selection.chosen:
+                    groups.append([getattr(getattr(block, part), name) for name in names])
+    outs = [[local_weight(linear).shape[0] for linear in linears] for linears in groups]
+    return [
+        Float8Gather(linears, sizes)
+        for linears, sizes in zip(groups, outs, strict=True)
+        if all(size % shards == 0 for size in sizes)
+    ]
+
+
 def put_loss(model: Llama, tp: DeviceMesh | None, compile: CompileConfig, head_is_float8: bool) -> Applied:
     """Has the model's head make the loss of the logits, and not need them whole where it multiplies in bf16."""
     compiled = compile.enable and "loss" in compile.components
+    compiler = functools.partial(torch.compile, backend=compile.backend, fullgraph=True)
     loss = HeadLoss(
-        torch.compile(loss_and_gradient, backend=compile.backend, fullgraph=True) if compiled else loss_and_gradient,
+        compiler(loss_and_gradient) if compiled else loss_and_gradient,
+        compiler(scaled, dynamic=False) if compiled else scaled,
         rank=0 if tp is None else tp.get_local_rank(),
         group="" if tp is None else tp.get_group().group_name,
     )

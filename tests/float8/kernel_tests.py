@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import triton_fused, triton_quantise
-from float8.ops import REFERENCES
+from float8.ops import REFERENCES, launcher
 from float8.quantise import dequantise
 from float8.scaled import FLOAT8, Float8Rows, ScaleShapeError
 
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float32]
 # Blocks are powers of two of columns, 4 rows of a program, tiles of 128: none of these fits.
 SHAPES = [(50, 96), (7, 1000), (1, 33)]
-TURNED_SHAPES = [(48, 96), (160, 200), (16, 33), (1040, 20)]
+TURNED_SHAPES = [(48, 96), (160, 200), (160, 208), (16, 33), (1040, 20)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,12 +68,16 @@ def hard(rows: int, cols: int, dtype: torch.dtype, finite: bool = False) -> Tens
 
 def run(name: str, *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """(what the kernels give, what the reference gives), both on the CPU."""
-    module = triton_quantise if hasattr(triton_quantise, name) else triton_fused
     there = [
         [t.to(DEVICE) for t in a] if isinstance(a, list) else a.to(DEVICE) if isinstance(a, Tensor) else a
         for a in arguments
     ]
-    return tuple(result.cpu() for result in getattr(module, name)(*there)), REFERENCES[name](*arguments)
+    return tuple(result.cpu() for result in kernel(name)(*there)), REFERENCES[name](*arguments)
+
+
+def kernel(name: str) -> Any:
+    """The op on a GPU, where it knows what its kernels can't do; on a CPU the kernels, interpreted."""
+    return getattr(torch.ops.rowhouse, name) if DEVICE == "cuda" else launcher(name)
 
 
 def same(a: Tensor, b: Tensor) -> bool:
@@ -113,6 +117,16 @@ def test_rows_that_lie_apart_and_columns_that_do() -> None:
         assert_same("quantise_rows", part, True)
         assert_same("quantise_columns", part)
         assert_same("quantise_weights", [part, part])
+
+
+@pytest.mark.parametrize("widths", [(64, 16, 16), (50, 7, 93), (16, 16), (1, 1, 1, 1)])
+def test_rows_of_parts_side_by_side(widths: tuple[int, ...]) -> None:
+    whole = hard(50, sum(widths) + 8, torch.bfloat16)
+    parts = [part.contiguous() if i % 2 else part for i, part in enumerate(whole[:, 8:].split(widths, dim=1))]
+    for maxima in (True, False):
+        assert_same("quantise_parts", parts, maxima)
+        got, rows = run("quantise_parts", parts, maxima)[0], run("quantise_rows", whole[:, 8:], maxima)[0]
+        assert all(map(same, got, rows))
 
 
 @pytest.mark.parametrize("shape", TURNED_SHAPES)
@@ -157,15 +171,15 @@ def test_what_is_not_finite_makes_all_it_is_scaled_with_nan(bad: int) -> None:
     """Every NaN, the largest too, which is the one that CUDA's arithmetic gives, and both infinities."""
     x = normal(64, 48, dtype=torch.float32)
     x[3, 5] = torch.tensor(bad, dtype=torch.int32).view(torch.float32)
-    data, scale, maxima = triton_quantise.quantise_rows(x.to(DEVICE), True)
-    columns = triton_quantise.columns_from_rows(data, scale, maxima)
+    data, scale, maxima = kernel("quantise_rows")(x.to(DEVICE), True)
+    columns = kernel("columns_from_rows")(data, scale, maxima)
     assert torch.equal(scale.isinf().any(dim=1).nonzero().cpu(), torch.tensor([[3]]))
     assert maxima.isnan().sum() + maxima.isinf().sum() == 48
     for got in ((data, scale), columns):
         values = dequantise(Float8Rows(*got)).cpu()
         values = values if len(values) == 64 else values.t()
         assert bool(values[3].isnan().all())
-    direct = dequantise(Float8Rows(*triton_quantise.quantise_columns(x.to(DEVICE)))).cpu()
+    direct = dequantise(Float8Rows(*kernel("quantise_columns")(x.to(DEVICE)))).cpu()
     assert bool(direct[5].isnan().all())
     assert direct.isnan().sum() == 64
 

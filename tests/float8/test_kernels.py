@@ -41,14 +41,15 @@ def test_triton_kernels_are_the_reference() -> None:
 
 
 @needs_triton
-def test_kernels_compile_for_hopper_without_spilling() -> None:
+def test_kernels_compile_for_hopper_and_hardly_spill() -> None:
     from scripts.bench_kernels import CASES, compile_cases
 
     compiled = list(compile_cases())
     assert {case for case, _ in compiled} == set(CASES)
     for case, kernel in compiled:
         told = f"{case.op} {case.shape}: {kernel.kernel} takes {kernel.registers} registers, {kernel.shared} bytes"
-        assert kernel.spilled == 0, f"{told}, and spills"
+        # Held to 128 registers, the two of SwiGLU spill a little, and are faster than without (docs/performance.md).
+        assert kernel.spilled <= (64 if "swiglu" in kernel.kernel else 0), f"{told}, and spills"
         assert kernel.programs >= 1, f"{told}: too much"
         # What triton issue 11111 needs besides a transposed store of bytes.
         assert not re.search(r"(min|max)\.NaN", kernel.ptx)
@@ -74,6 +75,7 @@ def activations() -> dict[str, tuple[Any, ...]]:
     weight, rstd = x[0].clone(), torch.rand(32)
     return {
         "quantise_rows": (x, True),
+        "quantise_parts": ([x, h[:, :16], dy], True),
         "columns_from_rows": (rows.data, rows.scale, maxima),
         "quantise_columns": (x,),
         "quantise_weights": ([x, h[:16]],),

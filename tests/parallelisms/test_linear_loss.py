@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loss import IGNORE_INDEX
 from parallelisms import linear_loss
-from parallelisms.linear_loss import HeadLoss, loss_and_gradient, rows_of_chunk
+from parallelisms.linear_loss import HeadLoss, loss_and_gradient, rows_of_chunk, scaled
 from scripts.local_ranks import launch
 
 TOKENS, VOCAB, DIM = 48, 64, 16
@@ -58,7 +58,7 @@ def test_loss_and_gradients(dtype: torch.dtype, elements: int, monkeypatch: pyte
     x.requires_grad_()
     weight.requires_grad_()
     with Largest() as largest:
-        loss = HeadLoss(loss_and_gradient).of_linear(x, weight, labels, count)
+        loss = HeadLoss(loss_and_gradient, scaled).of_linear(x, weight, labels, count)
         (7 * loss).backward()
     exact, dx, dw = oracle(x, weight, labels, count)
     # bf16: the logits are rounded, their gradient, the products and the scaled products: half a step of 2**-8 each.
@@ -73,7 +73,7 @@ def test_loss_and_gradients(dtype: torch.dtype, elements: int, monkeypatch: pyte
 def test_logits_that_are_there() -> None:
     x, weight, labels, count = problem()
     logits = (x @ weight.t()).requires_grad_()
-    loss = HeadLoss(loss_and_gradient).of_logits(logits, labels, count)
+    loss = HeadLoss(loss_and_gradient, scaled).of_logits(logits, labels, count)
     (3 * loss).backward()
     exact, dx, _ = oracle(x, weight, labels, count)
     assert abs(loss.item() / exact.item() - 1) < 1e-6
@@ -91,14 +91,14 @@ def test_without_gradients_none_are_computed() -> None:
         return loss, None  # type: ignore[return-value]  # Who used it would fail.
 
     with torch.no_grad():
-        loss = HeadLoss(chunk_loss).of_linear(x, weight, labels, count)
+        loss = HeadLoss(chunk_loss, scaled).of_linear(x, weight, labels, count)
     assert len(calls) == 1 and abs(loss.item() / oracle(x, weight, labels, count)[0].item() - 1) < 1e-6
 
 
 def test_ignored_labels_count_for_nothing() -> None:
     x, weight, labels, count = problem()
     x.requires_grad_()
-    loss = HeadLoss(loss_and_gradient).of_linear(x, weight, torch.full_like(labels, IGNORE_INDEX), count)
+    loss = HeadLoss(loss_and_gradient, scaled).of_linear(x, weight, torch.full_like(labels, IGNORE_INDEX), count)
     loss.backward()
     assert loss.item() == 0 and not x.grad.any()
 
@@ -107,7 +107,7 @@ def test_nan_is_not_hidden() -> None:
     x, weight, labels, count = problem()
     x[7, 3] = torch.nan
     x.requires_grad_()
-    loss = HeadLoss(loss_and_gradient).of_linear(x, weight, labels, count)
+    loss = HeadLoss(loss_and_gradient, scaled).of_linear(x, weight, labels, count)
     loss.backward()
     assert loss.isnan() and x.grad[7].isnan().all()
 
@@ -129,13 +129,13 @@ def split_vocabulary() -> None:
         x, weight, labels, count = problem()
         exact, dx, dw = oracle(x, weight, labels, count)
         mine, words = x[half_rows].clone().requires_grad_(), weight[half_words].clone().requires_grad_()
-        loss = HeadLoss(loss_and_gradient, rank, group).of_linear(mine, words, labels, count)
+        loss = HeadLoss(loss_and_gradient, scaled, rank, group).of_linear(mine, words, labels, count)
         loss.backward()
         assert abs(loss.item() / exact.item() - 1) < 1e-6
         assert error(mine.grad, dx[half_rows]) < 2e-6
         assert error(words.grad, dw[half_words]) < 2e-6
         logits = (x @ weight[half_words].t()).requires_grad_()
-        of_logits = HeadLoss(loss_and_gradient, rank, group).of_logits(logits, labels, count)
+        of_logits = HeadLoss(loss_and_gradient, scaled, rank, group).of_logits(logits, labels, count)
         of_logits.backward()
         assert abs(of_logits.item() / exact.item() - 1) < 1e-6
         assert error(logits.grad.t() @ x, dw[half_words]) < 2e-6

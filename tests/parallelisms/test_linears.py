@@ -5,12 +5,21 @@ import torch
 from torch import nn
 
 from parallelisms.linears import Linears
-from parallelisms.matmuls import ColumnLinears, RowLinear
 
 # Rounding to e4m3 leaves a relative error of 0.0263 (tests/float8/test_quantise.py). Two operands with independent
 # errors make a product off by sqrt(2) times that; 1.2 covers the scatter of the measured norms.
 FLOOR = 0.0263 * 2**0.5
 ALLOWED = 1.2 * FLOOR
+
+
+def linears_of(recipe: str | None) -> Linears:
+    return Linears(column_recipe=recipe, row_recipe=recipe, group="", fused=False)
+
+
+def linear(out: int, into: int) -> nn.Linear:
+    module = nn.Linear(into, out, bias=False)
+    nn.init.normal_(module.weight)
+    return module
 
 
 def error(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -21,8 +30,9 @@ def error(got: torch.Tensor, exact: torch.Tensor) -> float:
 def test_column_group(recipe: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(96, 64, requires_grad=True)
-    weights = [torch.randn(n, 64, requires_grad=True) for n in (48, 32, 16)]
-    outs = ColumnLinears.apply(x, recipe, "", False, "wq wk wv", *weights)
+    modules = [linear(n, 64) for n in (48, 32, 16)]
+    weights = [module.weight for module in modules]
+    outs = linears_of(recipe).column("wq wk wv", x, *modules)
     grads = [torch.randn_like(out) for out in outs]
     torch.autograd.backward(outs, grads)
     for out, w in zip(outs, weights, strict=True):
@@ -37,8 +47,8 @@ def test_column_group(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_row_linear(recipe: str) -> None:
     torch.manual_seed(1)
-    x, w = torch.randn(96, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
-    out = RowLinear.apply(x, recipe, "", False, "wo", w)
+    x, module = torch.randn(96, 64, requires_grad=True), linear(48, 64)
+    out, w = linears_of(recipe).row("wo", x, module), module.weight
     g = torch.randn_like(out)
     out.backward(g)
     assert 0.5 * FLOOR < error(out, x @ w.t()) < ALLOWED
@@ -47,27 +57,26 @@ def test_row_linear(recipe: str) -> None:
 
 
 def test_saved_activations_are_float8() -> None:
-    x, w = torch.randn(96, 64, requires_grad=True), torch.randn(48, 64, requires_grad=True)
+    x, module = torch.randn(96, 64, requires_grad=True), linear(48, 64)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        RowLinear.apply(x, "rowwise", "", False, "wo", w)
-        ColumnLinears.apply(x, "rowwise", "", False, "w1 w3", w, w)
+        linears_of("rowwise").row("wo", x, module)
+        linears_of("rowwise").column("w1 w3", x, module, module)
     activations = [t for t in kept if t.shape[0] == 96]
     assert {t.dtype for t in activations} == {torch.float8_e4m3fn, torch.float32}
     assert all(t.shape == (96, 1) for t in activations if t.dtype == torch.float32)
 
 
 def test_without_a_recipe_or_a_group_it_is_the_plain_linear() -> None:
-    x, linear = torch.randn(4, 8), nn.Linear(8, 16, bias=False)
-    plain = Linears(column_recipe=None, row_recipe=None, group="", fused=False)
-    assert torch.equal(plain.row("wo", x, linear), linear(x))
-    assert torch.equal(plain.column("wq", x, linear)[0], linear(x))
+    x, module, plain = torch.randn(4, 8), linear(16, 8), linears_of(None)
+    assert torch.equal(plain.row("wo", x, module), module(x))
+    assert torch.equal(plain.column("wq", x, module)[0], module(x))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", None])
 def test_compiled_without_gradients(recipe: str | None) -> None:
     """As validation runs them."""
-    linears = Linears(column_recipe=recipe, row_recipe=recipe, group="", fused=False)
+    linears = linears_of(recipe)
     x, modules = torch.randn(32, 16), [nn.Linear(16, 16 * n, bias=False) for n in (1, 2, 3)]
     for count in (1, 2, 3):
 

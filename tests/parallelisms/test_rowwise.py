@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallelisms.linears import Linears
-from parallelisms.matmuls import ColumnLinears, RowLinear
 
 TOKENS, DIM, HIDDEN = 64, 32, 48
 
@@ -49,8 +48,7 @@ def test_norm_and_column_group(dtype: torch.dtype) -> None:
     part = Part(dtype, wq=(48, DIM), wk=(32, DIM), wv=(16, DIM))
     layers = (part.wq, part.wk, part.wv)
     outs = LINEARS.norm_column("wq wk wv", part.x, part.norm, *layers)
-    weights = [layer.weight for layer in layers]
-    expected = ColumnLinears.apply(part.norm(part.x), "rowwise", "", False, "wq wk wv", *weights)
+    expected = LINEARS.column("wq wk wv", part.norm(part.x), *layers)
     assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
     compare(part.gradients(*outs), part.gradients(*expected), dtype)
 
@@ -59,8 +57,8 @@ def test_norm_and_column_group(dtype: torch.dtype) -> None:
 def test_feed_forward(dtype: torch.dtype) -> None:
     part = Part(dtype, w1=(HIDDEN, DIM), w3=(HIDDEN, DIM), w2=(DIM, HIDDEN))
     out = LINEARS.feed_forward(part.x, part.norm, part.w1, part.w3, part.w2)
-    gate, up = ColumnLinears.apply(part.norm(part.x), "rowwise", "", False, "", part.w1.weight, part.w3.weight)
-    expected = part.x + RowLinear.apply(F.silu(gate) * up, "rowwise", "", False, "w2", part.w2.weight)
+    gate, up = LINEARS.column("w1 w3", part.norm(part.x), part.w1, part.w3)
+    expected = part.x + LINEARS.row("w2", F.silu(gate) * up, part.w2)
     assert torch.equal(out, expected)
     compare(part.gradients(out), part.gradients(expected), dtype)
 
