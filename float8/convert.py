@@ -22,11 +22,17 @@ class Float8Config:
     """Linear layers whose name contains one of these stay as they are. Each must match something."""
     backend: Literal["auto", "rowhouse", "torchao"] = "auto"
     """Who computes: auto is rowhouse for the row-wise recipes and torchao for tensorwise."""
+    fast_accumulation: bool = True
+    """Matmuls accumulate fast and less exactly: an error of 0.3 % beside float8's own 4 %. Of backend rowhouse."""
 
     def problems(self) -> list[tuple[str, str]]:
+        found = []
         if self.recipe_name == "tensorwise" and self.backend == "rowhouse":
-            return [("backend", 'rowhouse has row-wise recipes only; take "auto", or recipe_name "rowwise"')]
-        return []
+            found.append(("backend", 'rowhouse has row-wise recipes only; take "auto", or recipe_name "rowwise"'))
+        if not self.fast_accumulation and (self.recipe_name is None or self.backend_of_recipe != "rowhouse"):
+            text = "only the row-wise recipes of backend rowhouse can do without it; leave it true, or take one of them"
+            found.append(("fast_accumulation", text))
+        return found
 
     @property
     def backend_of_recipe(self) -> str:

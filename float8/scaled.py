@@ -50,6 +50,19 @@ def check_rows(data: Tensor, scale: Tensor, where: str) -> None:
         )
 
 
+def fast_accumulation(on: bool | None = None) -> bool:
+    """Whether float8 matmuls of this process accumulate fast, which is less exact (docs/performance.md); sets it too.
+
+    Of the process, like torch's own such switches: compiled code reads it when it runs.
+    """
+    global _fast_accumulation
+    _fast_accumulation = _fast_accumulation if on is None else on
+    return _fast_accumulation
+
+
+_fast_accumulation = True
+
+
 @torch.library.custom_op("rowhouse::scaled_mm", mutates_args=())
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a, a_scale: float8 rows (M, K); b, b_scale: float8 rows (N, K) -> a @ b.T, (M, N).
@@ -62,7 +75,8 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out_dtype: 
     check_rows(b, b_scale, "the right side of a float8 matmul")
     # CUDA's row-wise kernel writes bfloat16 only.
     dtype = torch.bfloat16 if a.is_cuda else out_dtype
-    out = torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=dtype, use_fast_accum=True)
+    fast = fast_accumulation()
+    out = torch._scaled_mm(a, b.t(), a_scale, b_scale.t(), out_dtype=dtype, use_fast_accum=fast)
     return out.to(out_dtype)
 
 

@@ -19,7 +19,7 @@ import torch.distributed._symmetric_memory  # registers torch.ops.symm_mem
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from float8.scaled import Float8Rows, check_rows, scaled_mm
+from float8.scaled import Float8Rows, check_rows, fast_accumulation, scaled_mm
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
@@ -196,7 +196,7 @@ def gather_scaled_matmul(
         dtype, n = torch.bfloat16 if a.is_cuda else out_dtype, len(bs)
         gathered, outs = symm_mem.fused_all_gather_scaled_matmul(
             a, [b.t() for b in bs], a_scale, [scale.t() for scale in b_scales], 0, group,
-            [None] * n, [None] * n, [dtype] * n, [True] * n,
+            [None] * n, [None] * n, [dtype] * n, [fast_accumulation()] * n,
         )  # fmt: skip
         outs = [out.to(out_dtype) for out in outs]
         # The op gathers the scales too, but does not hand them out. They are 4 bytes a row.
@@ -240,7 +240,7 @@ def scaled_matmul_scatter(
         return reduce_scatter(scaled_mm(Float8Rows(a, a_scale), Float8Rows(b, b_scale), out_dtype), group)
     dtype, shape = torch.bfloat16 if a.is_cuda else out_dtype, [a.shape[0], b.shape[0]]
     out = symm_mem.fused_scaled_matmul_reduce_scatter(
-        a, b.t(), a_scale, b_scale.t(), "sum", 0, 0, group, shape, None, None, dtype, True
+        a, b.t(), a_scale, b_scale.t(), "sum", 0, 0, group, shape, None, None, dtype, fast_accumulation()
     )
     return out.to(out_dtype)
 

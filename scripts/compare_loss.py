@@ -125,11 +125,12 @@ SHIPPED = {
         tolerance=0,
     ),
     "300M": Shipped(
-        "for a GPU: 300M parameters in bf16, with torchao's row-wise float8, and with Rowhouse's",
+        "for a GPU: 300M parameters in bf16, in torchao's row-wise float8, and in Rowhouse's, fast and accurate",
         [
             Run("bf16", LARGE),
             Run("torchao rowwise", f"{LARGE} --float8.recipe_name rowwise --float8.backend torchao"),
-            Run("Rowhouse rowwise", f"{LARGE} --float8.recipe_name rowwise --float8.backend rowhouse"),
+            Run("Rowhouse rowwise", f"{LARGE} --float8.recipe_name rowwise"),
+            Run("accurate", f"{LARGE} --float8.recipe_name rowwise --float8.fast_accumulation false"),
         ],
     ),
 }

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 from errors import UserError
 from float8.convert import Float8Config, Selection, convert_with_torchao, select_linears
-from float8.scaled import ALIGNMENT
+from float8.scaled import ALIGNMENT, fast_accumulation
 from models.llama.model import Llama, TransformerBlock
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpointing
 from parallelisms.async_tp import compare_with_plan, why_not_fused
@@ -61,6 +61,7 @@ def parallelize_llama(
     if selection.chosen and float8.backend_of_recipe == "torchao":
         convert_with_torchao(model, float8, selection.chosen)
     elif selection.chosen or meshes.tp is not None:
+        fast_accumulation(float8.fast_accumulation)
         linears_rows += replace_linears(model, meshes, parallelism, float8.recipe_name, selection)
 
     loss_row = put_loss(model, meshes.tp, compile, "output" in selection.chosen)

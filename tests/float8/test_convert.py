@@ -91,6 +91,15 @@ def test_without_a_recipe_nothing_is_chosen_and_no_filter_is_asked_for() -> None
     assert (selection.chosen, selection.left) == ([], {})
 
 
+@pytest.mark.parametrize(
+    "config", [Float8Config(fast_accumulation=False), Float8Config("rowwise", ["output"], "torchao", False)]
+)
+def test_what_cannot_be_accumulated_otherwise_is_told(config: Float8Config) -> None:
+    ((key, text),) = config.problems()
+    assert key == "fast_accumulation" and "row-wise recipes of backend rowhouse" in text
+    assert not Float8Config("rowwise", fast_accumulation=False).problems()
+
+
 def test_half_a_column_group_is_an_error() -> None:
     model, config = small_model(), Float8Config("rowwise", ["output", "wk"])
     meshes = build_meshes(ParallelismConfig(), torch.device("cpu"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from float8.quantise import quantise_rows
-from float8.scaled import FLOAT8, Float8Rows, ScaleShapeError, scaled_mm
+from float8.scaled import FLOAT8, Float8Rows, ScaleShapeError, fast_accumulation, scaled_mm
 
 
 def test_issue_864_is_refused() -> None:
@@ -42,3 +42,16 @@ def test_matmul_of_rows_is_exact_up_to_the_output() -> None:
 def test_matmul_over_different_lengths_is_refused() -> None:
     with pytest.raises(ScaleShapeError, match="64 columns on the left, 32"):
         scaled_mm(quantise_rows(torch.randn(16, 64)), quantise_rows(torch.randn(16, 32)), torch.float32)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_how_matmuls_accumulate(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, matmul = [], torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: found.append(k["use_fast_accum"]) or matmul(*a, **k))
+    rows = quantise_rows(torch.randn(16, 32))
+    assert fast_accumulation(fast) == fast
+    try:
+        scaled_mm(rows, rows, torch.float32)
+    finally:
+        fast_accumulation(True)
+    assert found == [fast]
