@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,10 @@ from settings import write_toml
 from stopping import StopRequests
 from telemetry.flops import model_flops_per_token, peak_flops
 from telemetry.memory import GarbageCollector, peak_memory
-from telemetry.metrics import MetricsWriter, StepClock
+from telemetry.metrics import MetricsWriter
 from telemetry.profiling import maybe_profile
+from telemetry.progress import progress_bar
+from telemetry.run_clock import RunClock
 from telemetry.watch import Watch
 from validation import validate
 
@@ -66,7 +67,7 @@ class Trainer:
         self.data_ended = False
         self.stopped_by: str | None = None
         self.writer: MetricsWriter | None = None
-        self.clock = StepClock()
+        self.clock = RunClock(device)
         self.start_logging()
         self.set_determinism()
         self.meshes = build_meshes(config.parallelism, self.device)
@@ -218,9 +219,12 @@ class Trainer:
         if self.rank == 0:
             self.writer = MetricsWriter(config.metrics, self.folder, start_step=self.step, total_steps=steps)
         first_step = self.step + 1
-        self.clock.start()
+        self.clock.begin(self.folder, self.step, self.model.layers[0], compiles=config.compile.enable)
         garbage = GarbageCollector(config.training.gc_freq)
-        with maybe_profile(config.profiling, self.folder, start_step=self.step, rank=self.rank) as profiler:
+        with (
+            maybe_profile(config.profiling, self.folder, start_step=self.step, rank=self.rank) as profiler,
+            progress_bar(self.step, steps, self.rank) as bar,
+        ):
             while self.step < steps:
                 self.expect(f"step {self.step + 1}", compiles=self.step + 1 == first_step)
                 with self.clock.waiting_for_data():
@@ -236,9 +240,9 @@ class Trainer:
                     self.train_step(*batch)
                 garbage.step(self.step)
                 profiler.step()
+                bar.update()
                 if config.validation.enable and self.step % config.validation.freq == 0:
-                    with self.paused_clock():
-                        self.validate()
+                    self.validate()
                 self.stopped_by = self.stop.agreed()
                 if self.stopped_by is not None:
                     logger.info("%s: stopping after step %d", self.stopped_by, self.step)
@@ -260,17 +264,18 @@ class Trainer:
 
     def validate(self) -> None:
         self.expect(f"validation after step {self.step}", compiles=True)
-        loss = validate(
-            self.config, self.model, self.tokenizer, self.meshes, self.device,
-            after_batch=lambda: self.expect(f"validation after step {self.step}"),
-        )  # fmt: skip
+        with self.clock.outside("run_validation_seconds"):
+            loss = validate(
+                self.config, self.model, self.tokenizer, self.meshes, self.device,
+                after_batch=lambda: self.expect(f"validation after step {self.step}"),
+            )  # fmt: skip
         if self.writer is not None:
             self.writer.write_validation(self.step, {"validation_loss": loss})
 
     def maybe_save(self) -> None:
         checkpoint = self.config.checkpoint
         saves_now = checkpoint.enable and self.step % checkpoint.interval == 0
-        with self.paused_clock() if saves_now else contextlib.nullcontext():
+        with self.clock.outside("run_save_seconds") if saves_now else contextlib.nullcontext():
             if saves_now:
                 self.steps.check()
                 self.expect_save()
@@ -288,26 +293,20 @@ class Trainer:
         if validation.enable and self.step % validation.freq != 0 and self.stopped_by is None:
             self.validate()
         self.expect_save()
-        self.checkpoints.save(self.step, last=True)
+        with self.clock.outside("run_save_seconds"):
+            self.checkpoints.save(self.step, last=True)
 
     def export(self) -> None:
         dtype = getattr(torch, self.config.checkpoint.export_dtype)
         self.expect_save()
         set_timeouts(SAVE_PATIENCE, self.meshes)  # Ranks wait while the first one writes.
-        export_hf(self.model, self.folder / f"hf-step-{self.step}", dtype, self.tokenizer)
+        with self.clock.outside("run_save_seconds"):
+            export_hf(self.model, self.folder / f"hf-step-{self.step}", dtype, self.tokenizer)
 
     def status(self) -> ExitStatus:
         if self.checkpoints.failed_steps:
             return ExitStatus.NOT_SAVED
         return ExitStatus.DONE if self.stopped_by is None else ExitStatus.STOPPED
-
-    @contextlib.contextmanager
-    def paused_clock(self) -> Iterator[None]:
-        """Around what is no part of a step; the device first finishes the steps, whose time is theirs."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        with self.clock.outside():
-            yield
 
     def first_step(self, inputs: Tensor, labels: Tensor) -> None:
         """A step that is watched: which tensor parallel collectives ran, and fused or not."""
@@ -364,7 +363,8 @@ class Trainer:
         self.unlogged = None
         dist.all_reduce(loss_max, dist.ReduceOp.MAX, group=self.dp_group)
         self.last_loss = loss.item()
-        times, memory = self.clock.read(), peak_memory(self.device)
+        times, more = self.clock.read(self.step)
+        memory = peak_memory(self.device)
         tokens_per_second = times.tokens / times.seconds
         flops = tokens_per_second * self.flops_per_token
         precision = {"float32": "float32", "bfloat16": "bf16"}[self.config.training.mixed_precision_param]
@@ -384,6 +384,7 @@ class Trainer:
                 "data_share": times.data_seconds / times.seconds,
                 "memory_gib": memory.gib,
                 "memory_allocated_gib": memory.allocated_gib,
+                **more,
             }
             self.writer.write(self.step, values)
         self.steps.check()
@@ -402,6 +403,8 @@ class Trainer:
             stopped_by=self.stopped_by,
             saved=self.step not in self.checkpoints.failed_steps,
         )
+        if self.writer is not None and self.step >= first_step:
+            logger.info("%s", self.clock.goodput.end(self.folder, self.step, self.stopped_by))
         for line in closing_lines(self.config, ending, self.world_size):
             logger.info("%s", line)
 

@@ -1,4 +1,4 @@
-"""Metrics: what a step took, and where the numbers go (console, metrics.jsonl, TensorBoard)."""
+"""Metrics: what a step took, and where the numbers go (console, metrics.jsonl, TensorBoard, Weights & Biases)."""
 
 import json
 import logging
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
+from telemetry.weights_and_biases import open_wandb
 
 logger = logging.getLogger("rowhouse")
 
@@ -28,6 +29,8 @@ class MetricsConfig:
     """Write TensorBoard events as well as metrics.jsonl."""
     save_tb_folder: str = "tb"
     """Where TensorBoard's events go, in the run's folder."""
+    enable_wandb: bool = False
+    """Send the metrics to Weights & Biases as well; its own environment variables say where (docs/seeing.md)."""
     disable_color_printing: bool = False
     """No colours on the console (a file or pipe gets none anyway)."""
 
@@ -113,10 +116,11 @@ CONSOLE: list[tuple[str, str, int]] = [
 
 
 class MetricsWriter:
-    """Writes the values of a step to the console, to `folder`/metrics.jsonl and to TensorBoard. For one rank.
+    """Writes the values of a step to the console, to `folder`/metrics.jsonl, to TensorBoard and to Weights & Biases.
 
-    A run that resumes at `start_step` drops the lines of later steps that an earlier process has left, and TensorBoard
-    hides them, so that every step appears once. Raises UserError where TensorBoard is asked for and not installed.
+    For one rank. A run that resumes at `start_step` drops the lines of later steps that an earlier process has left,
+    and TensorBoard hides them, so that every step appears once. Raises UserError where something is asked for that is
+    not installed, or cannot be begun.
     """
 
     def __init__(self, config: MetricsConfig, folder: Path, *, start_step: int, total_steps: int):
@@ -137,6 +141,7 @@ class MetricsWriter:
                     "it to false"
                 ) from error
             self.tensorboard = SummaryWriter(str(folder / config.save_tb_folder), purge_step=start_step + 1)
+        self.wandb = open_wandb(folder) if config.enable_wandb else None
 
     def write(self, step: int, values: dict[str, float | None]) -> None:
         """The metrics of a training step. None stands for what is not known (MFU of an unknown device).
@@ -165,6 +170,8 @@ class MetricsWriter:
             for name, value in values.items():
                 if value is not None:
                     self.tensorboard.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.log({"step": step, **{name: value for name, value in values.items() if value is not None}})
 
     def colour(self, text: str, code: int) -> str:
         return f"\033[{code}m{text}\033[0m" if self.coloured else text
@@ -173,6 +180,8 @@ class MetricsWriter:
         self.file.close()
         if self.tensorboard is not None:
             self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
 
 
 def json_line(step: int, values: dict[str, float | None]) -> str:

@@ -20,6 +20,7 @@ from config import load_config
 from loss import IGNORE_INDEX
 from models.llama.model import Llama
 from scripts.local_ranks import launch
+from telemetry.goodput import PARTS
 from trainer import Trainer
 
 LANES, SEQ_LEN, STEPS = 4, 64, 6
@@ -313,6 +314,30 @@ def test_every_line_has_its_measurements(runs: Runs) -> None:
     for ranks, name, sharing in ((1, "whole", 1), (2, "whole", 2), (1, "for tensor parallel", 2)):
         line = runs.lines(ranks, name)[-1]
         assert line["tokens_per_second"] * line["step_seconds"] == pytest.approx(LANES * SEQ_LEN / sharing)
+
+
+def test_a_run_knows_where_its_time_went(runs: Runs) -> None:
+    for ranks, name in ((1, "whole"), (2, "whole"), (2, "validated")):
+        lines = [line for line in runs.lines(ranks, name) if "loss" in line]
+        steps = 0.0
+        for line in lines:
+            lost = sum(line[key] for key in PARTS)
+            assert line["goodput"] == pytest.approx(1 - lost / line["run_seconds"]) and 0 <= line["goodput"] < 1
+            assert line["run_seconds"] > steps + line["step_seconds"]
+            steps += line["step_seconds"]
+            assert ("slowest_rank" in line) == (ranks == 2) and "recompiles" not in line
+        assert (lines[-1]["run_validation_seconds"] > 0) == (name == "validated")
+        assert lines[-1]["run_restarts"] == 0
+    ended = json.loads((runs.folder / "2 ranks" / "validated" / "goodput.json").read_text())
+    # With the last save and the last validation, which no line has seen.
+    assert ended["run_save_seconds"] > lines[-1]["run_save_seconds"] == 0
+    assert ended["run_validation_seconds"] > lines[-1]["run_validation_seconds"]
+    assert (ended["step"], ended["ended"]) == (STEPS, "done")
+    assert f"goodput {100 * ended['goodput']:.1f} % of" in runs.log(2, "validated")
+    # Done after 3 steps, and on to 6: the second set-up is one, and the time between is nobody's.
+    resumed = runs.lines(1, "stopped")
+    assert resumed[3]["run_set_up_seconds"] > resumed[2]["run_set_up_seconds"]
+    assert resumed[3]["run_restarts"] == resumed[3]["run_restart_seconds"] == 0
 
 
 def test_gradients_are_clipped_to_the_norm(runs: Runs) -> None:
