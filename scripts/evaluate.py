@@ -14,7 +14,6 @@ Exit status: 0, or 2 with a sentence on what the user can mend.
 import argparse
 import importlib.util
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -35,7 +34,15 @@ from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.compile import CompileConfig
 from parallelisms.mesh import ParallelismConfig, build_meshes
 from scripts.harness import run_tasks
-from scripts.trained_model import Trained, build, build_tensor_parallel, default_dtype, find_trained, run_on_ranks
+from scripts.trained_model import (
+    Trained,
+    build,
+    build_tensor_parallel,
+    default_dtype,
+    find_trained,
+    leave,
+    run_on_ranks,
+)
 
 DATASET = "stdlib_validation"
 SEED = 0  # Of the order of local documents.
@@ -194,4 +201,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -22,7 +22,7 @@ from torch import Tensor
 from data.tokenizer import Tokenizer
 from errors import UserError
 from models.llama.generate import choose_token, generate
-from scripts.trained_model import build_tensor_parallel, default_dtype, find_trained, run_on_ranks
+from scripts.trained_model import build_tensor_parallel, default_dtype, find_trained, leave, run_on_ranks
 
 NEW_TOKENS = 128
 
@@ -138,4 +138,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
