@@ -13,11 +13,11 @@ class UserError(Exception):
 class ExitStatus(IntEnum):
     """What train.py ends with (docs/checkpoints.md). torchrun itself ends with 1 where any rank does not end with 0."""
 
-    DONE = 0  # the last step, the end of the data, or training.max_time; saved
+    DONE = 0  # the last step, or the end of the data; saved
     FAILED = 1  # an exception that nobody foresaw, with its traceback
     USER_ERROR = 2
     NOT_SAVED = 3  # trained to the end, but a checkpoint could not be written
     NOT_FINITE = 4  # too many steps in a row whose loss or gradient was NaN or infinite
     HUNG = 5  # no progress within comm.train_timeout_seconds
     PEER_FAILED = 6  # another rank failed, and says how
-    STOPPED = 75  # by a signal, after the step and a save: start it again to go on (EX_TEMPFAIL of sysexits.h)
+    STOPPED = 75  # by a signal or training.max_time, after the step and a save: start it again to go on (EX_TEMPFAIL)

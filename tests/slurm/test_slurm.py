@@ -4,6 +4,7 @@ happened. Needs root, and Debian's slurm-wlm and munge: apt-get install slurm-wl
 
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -33,11 +34,12 @@ FLAGS = (
 ).split()
 
 # cred_expire is how long a requeued job waits: 120 s if it is not set, 5 s at least.
-# The nodes are two daemons on two ports.
+# The nodes are two daemons on two ports. A job's id makes its rendezvous' port: two Slurms here must differ.
 CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
+FirstJobId={first}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -81,9 +83,8 @@ class Cluster:
         for path in (munge, munge / "key"):
             shutil.chown(path, "munge", "munge")
         (self.folder / "state").mkdir()
-        conf.write_text(
-            CONF.format(folder=self.folder, host=socket.gethostname(), ports=[free_port() for _ in range(3)])
-        )
+        ports, first = [free_port() for _ in range(3)], random.randrange(1, 1_000_000)
+        conf.write_text(CONF.format(folder=self.folder, host=socket.gethostname(), ports=ports, first=first))
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "log", "pid", "seed")]
         self.daemon("munged", "--foreground", "--force", f"--socket={munge}/socket", *files, user="munge")
         self.until(lambda: (munge / "socket").exists(), 10, "munge")
