@@ -119,7 +119,7 @@ class CheckpointManager:
         if self.config.load_step != -1:
             steps = [self.config.load_step]
         for step in reversed(steps):
-            fault = self.verify(self.fs, self.path(step))
+            fault = fault_in(self.fs, self.path(step), self.group)
             if fault is None:
                 return self.path(step)
             if self.config.load_step != -1 or self.config.on_damage == "stop":
@@ -135,18 +135,6 @@ class CheckpointManager:
             "begin anew with another job.dump_folder"
         )
 
-    def verify(self, fs: Any, path: str) -> str | None:
-        """What is wrong with a committed checkpoint, the same on all ranks, each of which reads its share of it."""
-        try:
-            records = folders.records_of(fs, path)
-            share = records[dist.get_rank() :: dist.get_world_size()]
-            faults = [fault for record in share if (fault := folders.fault_of(fs, path, record))]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            faults = [f"{path}/{folders.MANIFEST} cannot be read ({first_failure(error)})"]
-        of_all: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all, faults, group=self.group)
-        return next((fault for of_rank in of_all for fault in of_rank), None)
-
     def check_initial(self, fs: Any, path: str, key: str) -> None:
         """Verifies a checkpoint of ours; what another tool has written through DCP is taken as it is."""
         if not fs.exists(f"{path}/{METADATA}"):
@@ -156,7 +144,7 @@ class CheckpointManager:
             )
         if not fs.exists(f"{path}/{folders.MANIFEST}"):
             logger.warning("%s: %s has no %s: its files cannot be verified", key, path, folders.MANIFEST)
-        elif fault := self.verify(fs, path):
+        elif fault := fault_in(fs, path, self.group):
             raise UserError(f"{key}: {fault}: restore it, or give another")
 
     def read(self, fs: Any, path: str, names: list[str], key: str) -> int:
@@ -341,6 +329,18 @@ class CheckpointManager:
             if self.stager is not None:
                 self.stager.close()
             dist.destroy_process_group(self.group)
+
+
+def fault_in(fs: Any, path: str, group: dist.ProcessGroup | None = None) -> str | None:
+    """What is wrong with a committed checkpoint, the same on all ranks, each of which reads its share of it."""
+    try:
+        share = folders.records_of(fs, path)[dist.get_rank() :: dist.get_world_size()]
+        faults = [fault for record in share if (fault := folders.fault_of(fs, path, record))]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        faults = [f"{path}/{folders.MANIFEST} cannot be read ({first_failure(error)})"]
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, faults, group=group)
+    return next((fault for of_rank in of_all for fault in of_rank), None)
 
 
 @contextmanager

@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.scaled import FLOAT8
 from float8.triton_quantise import (
     WIDEST_WITH_MAXIMA,
     by_rows,
+    finished_maxima,
     magnitude,
+    new_rows,
     partial_maxima,
-    quantised_maxima,
-    reduce_maxima,
     row_layout,
     rows_a_program,
     scale_of,
@@ -209,14 +208,3 @@ def swiglu_layout(cols: int, itemsize: int) -> dict[str, int]:
     lets them, hide each other's waiting. (docs/performance.md has the other layouts' times.)"""
     layout = row_layout(cols, itemsize)
     return layout | ({"num_warps": layout["BLOCK"] // 2048, "maxnreg": 128} if layout["BLOCK"] > 8192 else {})
-
-
-def new_rows(like: Tensor, cols: int) -> tuple[Tensor, Tensor]:
-    return like.new_empty((len(like), cols), dtype=FLOAT8), like.new_empty((len(like), 1), dtype=torch.float32)
-
-
-def finished_maxima(data: Tensor, scale: Tensor, partial: Tensor | None, wanted: bool) -> Tensor:
-    """bf16 (1, cols), or (0, cols) where they are not wanted."""
-    if not wanted:
-        return data.new_empty((0, data.shape[1]), dtype=torch.bfloat16)
-    return quantised_maxima(data, scale) if partial is None else reduce_maxima(partial).view(torch.bfloat16)

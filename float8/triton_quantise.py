@@ -169,17 +169,10 @@ def columns_kernel(
 
 def quantise_rows(x: Tensor, maxima: bool, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     x = by_rows(x)
-    rows, cols = x.shape
-    data, scale = out or (x.new_empty((rows, cols), dtype=FLOAT8), x.new_empty((rows, 1), dtype=torch.float32))
-    if not maxima:
-        write_rows(x, data, scale, None, NO_MAXIMA)
-        return data, scale, x.new_empty((0, cols), dtype=torch.bfloat16)
-    if cols > WIDEST_WITH_MAXIMA:
-        write_rows(x, data, scale, None, NO_MAXIMA)
-        return data, scale, quantised_maxima(data, scale)
-    partial = partial_maxima(x, torch.int16)
-    write_rows(x, data, scale, partial, OF_QUANTISED)
-    return data, scale, reduce_maxima(partial).view(torch.bfloat16)
+    data, scale = out or new_rows(x, x.shape[1])
+    partial = partial_maxima(x, torch.int16) if maxima and x.shape[1] <= WIDEST_WITH_MAXIMA else None
+    write_rows(x, data, scale, partial, NO_MAXIMA if partial is None else OF_QUANTISED)
+    return data, scale, finished_maxima(data, scale, partial, maxima)
 
 
 def quantise_parts(parts: list[Tensor], maxima: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,16 +181,14 @@ def quantise_parts(parts: list[Tensor], maxima: bool) -> tuple[Tensor, Tensor, T
     if len(parts) != 3 or cols > WIDEST_WITH_MAXIMA:  # The kernel is made for queries, keys and values.
         return quantise_rows(torch.cat(parts, dim=1), maxima)
     x0, x1, x2 = (by_rows(part) for part in parts)
-    data, scale = x0.new_empty((rows, cols), dtype=FLOAT8), x0.new_empty((rows, 1), dtype=torch.float32)
+    data, scale = new_rows(x0, cols)
     each = rows_a_program(rows)
     partial = x0.new_empty((triton.cdiv(rows, each), cols), dtype=torch.int16) if maxima else None
     quantise_parts_kernel[(triton.cdiv(rows, each),)](
         x0, x1, x2, data, scale, partial, rows, each, x0.stride(0), x1.stride(0), x2.stride(0),
         END0=widths[0], END1=widths[0] + widths[1], COLS=cols, MAXIMA=maxima, **row_layout(cols, x0.itemsize),
     )  # fmt: skip
-    if partial is None:
-        return data, scale, x0.new_empty((0, cols), dtype=torch.bfloat16)
-    return data, scale, reduce_maxima(partial).view(torch.bfloat16)
+    return data, scale, finished_maxima(data, scale, partial, maxima)
 
 
 def columns_from_rows(
@@ -307,6 +298,17 @@ def write_columns(x: Tensor, scale: Tensor | None, maxima: Tensor, out: Tensor, 
 
 def by_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def new_rows(like: Tensor, cols: int) -> tuple[Tensor, Tensor]:
+    return like.new_empty((len(like), cols), dtype=FLOAT8), like.new_empty((len(like), 1), dtype=torch.float32)
+
+
+def finished_maxima(data: Tensor, scale: Tensor, partial: Tensor | None, wanted: bool) -> Tensor:
+    """bf16 (1, cols), or (0, cols) where they are not wanted."""
+    if not wanted:
+        return data.new_empty((0, data.shape[1]), dtype=torch.bfloat16)
+    return quantised_maxima(data, scale) if partial is None else reduce_maxima(partial).view(torch.bfloat16)
 
 
 def new_columns(like: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:

@@ -57,10 +57,11 @@ TITAN = {
 }
 
 KINDS = {  # kind -> kernels whose names match, the first kind that does
-    "attention": r"fmha|flash|cudnn_generated|sdpa",
+    "attention": r"fmha|flash|cudnn_generated|cudnn::fusion|sdpa",
     "matmul": r"gemm|nvjet|cutlass|xmma|cublas|matmul",
     "optimizer": r"adam",
-    "float8, norm, elementwise": r"triton|rows_kernel|columns_kernel|elementwise|reduce_kernel|vectorized|softmax",
+    "float8, norm, elementwise": r"triton|(rows|parts|columns|maxima)_kernel|rms_norm|swiglu|elementwise|reduce_kernel|"
+    r"vectorized|softmax",
     "copies": r"memcpy|memset|copy|cat",
 }
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from float8.quantise import dequantise, quantise_rows
 from float8.scaled import Float8Rows
-from scripts.bench_kernels import microseconds
+from scripts.bench_kernels import DIM, HIDDEN, QKV, TOKENS, microseconds
 
-TOKENS, DIM, QKV, HIDDEN = 16384, 4096, 6144, 14336
 # name -> (M, N, K): (M, K) @ (N, K).T
 SHAPES = {
     "wq": (TOKENS, DIM, DIM),

@@ -61,7 +61,7 @@ class Curve:
 
 def read_curve(name: str, folder: Path, steps: int | None = None) -> Curve:
     """The run in `folder`, to step `steps` where that is given. Raises UserError where it has no such losses."""
-    lines = [line for line in metrics_of(name, folder) if steps is None or line["step"] <= steps]
+    lines = [line for line in metrics_of(name, folder) if "loss" in line and (steps is None or line["step"] <= steps)]
     if not lines:
         raise UserError(f"{name}: {folder / 'metrics.jsonl'} has no loss of any step: did the run begin at all?")
     lines.sort(key=lambda line: line["step"])
@@ -82,7 +82,7 @@ def read_curve(name: str, folder: Path, steps: int | None = None) -> Curve:
 
 
 def metrics_of(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl that tell of a training step."""
+    """The whole lines of metrics.jsonl. Raises UserError where it cannot be read."""
     path = folder / "metrics.jsonl"
     try:
         text = path.read_text(errors="replace")
@@ -96,7 +96,7 @@ def metrics_of(name: str, folder: Path) -> list[dict[str, Any]]:
             lines.append(json.loads(line))
         except ValueError:
             continue  # A kill has cut it off. The step that it told of is missed later on.
-    return [line for line in lines if "loss" in line]
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 def by_step(lines: list[dict[str, Any]], key: str) -> dict[int, float]:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from scripts.loss_curves import settings_of
+from scripts.loss_curves import metrics_of, settings_of
 from scripts.report_charts import COLOURS, Chart, Line, smoothed, svg
 from telemetry.goodput import PARTS, last_totals
 
@@ -70,17 +70,10 @@ class Run:
 
 def read_run(name: str, folder: Path) -> Run:
     """Raises UserError where the folder is not a run's, has no step of one yet, or holds something damaged."""
-    path = folder / "metrics.jsonl"
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        raise UserError(
-            f"{name}: {path} cannot be read ({error.strerror}): give the folder of a run (its job.dump_folder)"
-        ) from error
-    lines = [line for line in map(parsed, text.splitlines()) if isinstance(line, dict) and "step" in line]
+    lines = metrics_of(name, folder)
     training = [line for line in lines if "loss" in line]
     if not training:
-        raise UserError(f"{name}: {path} has no loss of any step: did the run begin at all?")
+        raise UserError(f"{name}: {folder / 'metrics.jsonl'} has no loss of any step: did the run begin at all?")
     losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     validation = {step: math.nan if loss is None else loss for step, loss in losses.items()}
     path = folder / "config.toml"
@@ -92,13 +85,6 @@ def read_run(name: str, folder: Path) -> Run:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{name}: {path} is not as train.py writes it ({error}): mend it, or move it away") from error
     return Run(name, folder, training, validation, last_totals(folder), settings, applied)
-
-
-def parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None  # A kill has cut it off.
 
 
 def read_runs(folders: list[Path]) -> list[Run]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import fsspec
 import torch
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from checkpoint import folders
-from checkpoint.manager import first_failure, misfits_of
+from checkpoint.manager import fault_in, first_failure, misfits_of
 from checkpoint.state import unpack
 from checkpoint.storage import METADATA, CheckpointReader
 from data.tokenizer import Tokenizer, open_tokenizer
@@ -130,18 +130,6 @@ def latest_undamaged(fs: fsspec.AbstractFileSystem, root: str) -> str:
             logger.warning("%s: taking the checkpoint before", fault)
     damaged = f": {len(answer[0])} are damaged" if answer[0] else ""
     raise UserError(f"{KEY}: {root} has no checkpoint to load{damaged}: train with checkpoint.enable, or give another")
-
-
-def fault_in(fs: fsspec.AbstractFileSystem, path: str) -> str | None:
-    """What is wrong with a committed checkpoint, the same on all ranks, each of which reads its share of it."""
-    try:
-        share = folders.records_of(fs, path)[dist.get_rank() :: dist.get_world_size()]
-        faults = [fault for record in share if (fault := folders.fault_of(fs, path, record))]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        faults = [f"{path}/{folders.MANIFEST} cannot be read ({first_failure(error)})"]
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, faults)
-    return next((fault for of_rank in of_all for fault in of_rank), None)
 
 
 def load_checkpoint(model: Llama, fs: fsspec.AbstractFileSystem, path: str, tokenizer: Tokenizer) -> None:
