@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from config import JobConfig, load_config
 from ending import is_out_of_memory, memory_advice
-from errors import ExitStatus, UserError
+from errors import ExitStatus, UserError, leave
 from parallelisms.mesh import init_process_group
 from stopping import StopRequests
 from telemetry.run_lock import lock_run
@@ -85,4 +85,4 @@ def train(config: JobConfig, device: torch.device, trainer_class: type[Trainer])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -25,7 +25,7 @@ from torch import Tensor
 from config import dataset_problems
 from data.sources import DATASETS, DocumentSource, open_source
 from data.tokenizer import Tokenizer
-from errors import UserError
+from errors import UserError, leave
 from float8.convert import Float8Config
 from loss import IGNORE_INDEX
 from models.llama.model import Llama
@@ -40,7 +40,6 @@ from scripts.trained_model import (
     build_tensor_parallel,
     default_dtype,
     find_trained,
-    leave,
     run_on_ranks,
 )
 

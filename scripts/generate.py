@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from data.tokenizer import Tokenizer
-from errors import UserError
+from errors import UserError, leave
 from models.llama.generate import choose_token, generate
-from scripts.trained_model import build_tensor_parallel, default_dtype, find_trained, leave, run_on_ranks
+from scripts.trained_model import build_tensor_parallel, default_dtype, find_trained, run_on_ranks
 
 NEW_TOKENS = 128
 

@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from errors import leave
 
 
 def free_port() -> int:
@@ -44,5 +45,4 @@ def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], 
         traceback.print_exc()
         raise
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # An orderly exit was seen to abort, under load, in a thread of a library ("terminate called").
+    leave(0)

@@ -26,6 +26,7 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
+from errors import leave
 from scripts.local_ranks import free_port
 from train import main as train_main
 from trainer import Trainer
@@ -226,5 +227,5 @@ def main() -> int:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["rank"]:
         logging.getLogger("rowhouse").setLevel(logging.INFO)
-        sys.exit(train_main(sys.argv[2:], LedgerTrainer))
+        leave(train_main(sys.argv[2:], LedgerTrainer))
     sys.exit(main())

@@ -10,12 +10,10 @@ Nothing is written there: a damaged checkpoint stays as it is, and a run may go 
 """
 
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import fsspec
 import torch
@@ -303,10 +301,3 @@ def run_on_ranks(name: str, work: Callable[[torch.device], None]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
-
-
-def leave(status: int) -> NoReturn:
-    """Ends the process at once: when all was done, an orderly exit was seen to abort in a thread of a library."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import folders
+from errors import leave
 from train import main
 from trainer import Trainer
 
@@ -108,4 +109,4 @@ ACCIDENTS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[4:], FaultyTrainer))
+    leave(main(sys.argv[4:], FaultyTrainer))
