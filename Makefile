@@ -1,5 +1,6 @@
 # make train   the debug model on this machine's GPUs, or on two CPU ranks
 # make test    the tests            make check   lint, format, types
+# make bench   tokens/s and where the time goes, on a GPU: ARGS="--cases wide-rowwise"
 # Everything is installed once, into .venv; a change of the requirements installs again.
 
 PYTHON ?= python3
@@ -7,7 +8,7 @@ ARGS ?=
 RUN := outputs/debug
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test check format docs clean
+.PHONY: train test check format docs bench clean
 
 train: .venv/installed
 	@if [ -d $(RUN) ]; then rm -rf $(RUN).previous && mv $(RUN) $(RUN).previous && echo "the run before is now in $(RUN).previous"; fi
@@ -28,6 +29,9 @@ format: .venv/installed-dev
 
 docs: .venv/installed
 	.venv/bin/python -m scripts.configuration_reference
+
+bench: .venv/installed
+	.venv/bin/python -m scripts.bench $(ARGS)
 
 clean:
 	rm -rf .venv

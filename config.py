@@ -125,9 +125,15 @@ class DebugConfig:
     """Fixes the initial weights and the order of the data, whatever the number of ranks."""
     deterministic: bool = False
     """Deterministic kernels only, at some cost in speed."""
+    layer_statistics_freq: int = 0
+    """Every so many steps, and of the first, write statistics of each layer's outputs, weights and gradients to
+    layer_statistics.jsonl, for scripts.compare_layers; 0 writes none."""
 
     def problems(self) -> list[tuple[str, str]]:
-        return [] if 0 <= self.seed < 2**63 else [("seed", f"{self.seed} is no seed; give 0 to 2**63 - 1")]
+        found = [] if 0 <= self.seed < 2**63 else [("seed", f"{self.seed} is no seed; give 0 to 2**63 - 1")]
+        if self.layer_statistics_freq < 0:
+            found.append(("layer_statistics_freq", f"{self.layer_statistics_freq} is negative; give 0 or more"))
+        return found
 
 
 def dataset_problems(dataset: str, path: str | None) -> list[tuple[str, str]]:
@@ -283,6 +289,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a path, or the name of a file in configs/ (debug.toml)")
+    text = "plan a step instead, on any machine, for any number of GPUs: train.py --dry-run --help"
+    parser.add_argument("--dry-run", action="store_true", help=text)
     add_help(parser, JobConfig)
     return parser
 

@@ -218,14 +218,21 @@ class SettingsReader:
 
         `circumstances` go to the settings' own `problems`: what the keys alone do not tell.
         """
-        made = {name: section(**self.values[name]) for name, section in self.sections.items()}
-        settings = self.settings_class(**made)
-        found = [(f"{name}.{key}", text) for name, s in made.items() for key, text in getattr(s, "problems", list)()]
-        found += settings.problems(**circumstances)
+        settings = self.settings_class(
+            **{name: section(**self.values[name]) for name, section in self.sections.items()}
+        )
+        found = problems_of(settings, **circumstances)
         self.problems += [Problem(self.place_of(name), name, text) for name, text in found]
         if self.problems:
             raise SettingsError(self.problems)
         return settings
+
+
+def problems_of(settings: Any, **circumstances: Any) -> list[tuple[str, str]]:
+    """(section.key, what is wrong; what to do), of each section and of the whole."""
+    sections = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    found = [(f"{name}.{key}", text) for name, s in sections.items() for key, text in getattr(s, "problems", list)()]
+    return found + settings.problems(**circumstances)
 
 
 def default_of(field: dataclasses.Field) -> Any:

@@ -21,6 +21,7 @@ from config import JobConfig, load_config
 from ending import is_out_of_memory, memory_advice
 from errors import ExitStatus, UserError, leave
 from parallelisms.mesh import init_process_group
+from planning.command import dry_run
 from stopping import StopRequests
 from telemetry.run_lock import lock_run
 from telemetry.watch import Watch, record_collectives
@@ -34,6 +35,8 @@ def main(argv: list[str], trainer_class: type[Trainer] = Trainer) -> ExitStatus:
     # It tells of collectives that it makes of a gradient norm or a checkpoint: nothing that a user can change.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
+        if "--dry-run" in argv:
+            return dry_run(argv)
         config = load_config(argv, int(os.environ.get("WORLD_SIZE", "1")))
         record_collectives(Path(config.job.dump_folder))
         device = init_process_group(config.comm)

@@ -31,6 +31,7 @@ from parallelisms.tp_ops import recording
 from settings import write_toml
 from stopping import StopRequests
 from telemetry.flops import model_flops_per_token, peak_flops
+from telemetry.layer_statistics import LayerStatistics
 from telemetry.memory import GarbageCollector, peak_memory
 from telemetry.metrics import MetricsWriter
 from telemetry.profiling import maybe_profile
@@ -71,7 +72,6 @@ class Trainer:
         self.start_logging()
         self.set_determinism()
         self.meshes = build_meshes(config.parallelism, self.device)
-        self.tokenizer = open_tokenizer(config.model.tokenizer_path, config.model.shape().vocab_size)
         self.loader = self.open_data()
         self.model = self.build_model()
         self.optimizer = build_optimizer(self.model, config.optimizer, config.debug.seed)
@@ -79,6 +79,7 @@ class Trainer:
         self.steps = FiniteSteps(self.optimizer, training.max_skipped_steps, self.device, training.max_norm)
         self.checkpoints = self.open_checkpoints()
         self.restore()
+        self.layer_statistics = LayerStatistics(self.model, config.debug.layer_statistics_freq, self.folder)
 
     # Setting up
 
@@ -112,15 +113,8 @@ class Trainer:
     def open_data(self) -> BatchLoader:
         """This rank's rows of every global batch."""
         training = self.config.training
-        self.dp_degree, self.dp_rank = self.meshes.dp.size(), self.meshes.dp.get_local_rank()
-        self.dp_group = self.meshes.dp.get_group()
-        lanes = training.lanes(self.dp_degree)
-        rows = lanes // self.dp_degree
-        self.micro_batches = rows // training.local_batch_size
-        logger.info(
-            "global batch: %d sequences x %d tokens = %d micro-batches of %d on %d ranks",
-            lanes, training.seq_len, self.micro_batches, training.local_batch_size, self.dp_degree,
-        )  # fmt: skip
+        self.tokenizer = open_tokenizer(self.config.model.tokenizer_path, self.config.model.shape().vocab_size)
+        lanes, rows = self.share_of_batch()
         return BatchLoader(
             open_source(training.dataset, training.dataset_path, self.config.debug.seed),
             self.tokenizer,
@@ -131,6 +125,20 @@ class Trainer:
             epochs=training.epochs,
             pin_memory=self.device.type == "cuda",
         )
+
+    def share_of_batch(self) -> tuple[int, int]:
+        """(Sequences of a global batch, of which this rank reads so many)"""
+        training = self.config.training
+        self.dp_degree, self.dp_rank = self.meshes.dp.size(), self.meshes.dp.get_local_rank()
+        self.dp_group = self.meshes.dp.get_group()
+        lanes = training.lanes(self.dp_degree)
+        rows = lanes // self.dp_degree
+        self.micro_batches = rows // training.local_batch_size
+        logger.info(
+            "global batch: %d sequences x %d tokens = %d micro-batches of %d on %d ranks",
+            lanes, training.seq_len, self.micro_batches, training.local_batch_size, self.dp_degree,
+        )  # fmt: skip
+        return lanes, rows
 
     def build_model(self) -> Llama:
         config, training = self.config, self.config.training
@@ -159,14 +167,19 @@ class Trainer:
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             cpu_offload=training.enable_cpu_offload,
         )
-        model.to_empty(device="cpu" if training.enable_cpu_offload else self.device)
-        model.init_weights(config.debug.seed, self.device)
-        if training.enable_cpu_offload:
-            model.freqs_cis = model.freqs_cis.to(self.device)
+        self.fill(model)
         logger.info("%s: %s parameters", config.model.flavor, f"{self.num_params:,}")
         logger.info("asked for and applied:\n%s", table(self.applied))
         self.keep_table()
         return model
+
+    def fill(self, model: Llama) -> None:
+        """Gives the parameters memory and their first values."""
+        offload = self.config.training.enable_cpu_offload
+        model.to_empty(device="cpu" if offload else self.device)
+        model.init_weights(self.config.debug.seed, self.device)
+        if offload:
+            model.freqs_cis = model.freqs_cis.to(self.device)
 
     def keep_table(self) -> None:
         if self.rank == 0:
@@ -218,6 +231,7 @@ class Trainer:
         config, steps = self.config, self.config.training.steps
         if self.rank == 0:
             self.writer = MetricsWriter(config.metrics, self.folder, start_step=self.step, total_steps=steps)
+        self.layer_statistics.begin(self.step)
         first_step = self.step + 1
         self.clock.begin(self.folder, self.step, self.model.layers[0], compiles=config.compile.enable)
         garbage = GarbageCollector(config.training.gc_freq)
@@ -321,9 +335,11 @@ class Trainer:
 
     def train_step(self, inputs: Tensor, labels: Tensor) -> None:
         """One optimizer step over this rank's rows of the global batch: int64 (rows, seq_len) on the host."""
-        loss, tokens, global_tokens = self.forward_backward(inputs, labels)
+        with self.layer_statistics.watching(self.step):
+            loss, tokens, global_tokens = self.forward_backward(inputs, labels)
         loss_max = loss * global_tokens / tokens.clamp(min=1)
         dist.all_reduce(loss, group=self.dp_group)
+        self.layer_statistics.write(self.step, loss)
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()

@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,24 +72,39 @@ def kind_of(kernel: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
-def measure(flags: str) -> dict[str, Any]:
-    """Trains in this process and measures: tokens/s, milliseconds of a step by kind of kernel, GiB, loss."""
+@contextmanager
+def training(flags: str) -> Iterator[Trainer]:
+    """A trainer for this rank of those that were started (else for the only one). It saves and validates nothing."""
     with tempfile.TemporaryDirectory() as folder:
         more = f"--checkpoint.enable false --validation.enable false --metrics.log_freq 1000 --job.dump_folder {folder}"
-        config = load_config([*flags.split(), *more.split(), "--lr_scheduler.warmup_steps", "2"], 1)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        config = load_config([*flags.split(), *more.split(), "--lr_scheduler.warmup_steps", "2"], ranks)
         trainer = Trainer(config, init_process_group(CommConfig()))
-        compiled = time.perf_counter()
-        run_steps(trainer, 1)
-        first_step = time.perf_counter() - compiled
-        run_steps(trainer, WARM)
-        seconds = [run_steps(trainer, 1) for _ in range(TIMED)]
-        memory = peak_memory(trainer.device)
-        kinds, kernels = profiled(trainer) if trainer.device.type == "cuda" else ({}, {})
-        tokens = config.training.seq_len * config.training.lanes(1)
-        assert trainer.unlogged is not None
-        loss = trainer.unlogged[0].item()
+        yield trainer
         trainer.close()
         dist.destroy_process_group()
+
+
+def timed(trainer: Trainer) -> tuple[float, list[float]]:
+    """Seconds of the first step, which compiles, and of those timed after some more."""
+    first_step = run_steps(trainer, 1)
+    run_steps(trainer, WARM)
+    return first_step, [run_steps(trainer, 1) for _ in range(TIMED)]
+
+
+def last_loss(trainer: Trainer) -> float:
+    assert trainer.unlogged is not None
+    return trainer.unlogged[0].item()
+
+
+def measure(flags: str) -> dict[str, Any]:
+    """Trains in this process and measures: tokens/s, milliseconds of a step by kind of kernel, GiB, loss."""
+    with training(flags) as trainer:
+        first_step, seconds = timed(trainer)
+        memory = peak_memory(trainer.device)
+        kinds, kernels = profiled(trainer) if trainer.device.type == "cuda" else ({}, {})
+        tokens = trainer.config.training.seq_len * trainer.config.training.lanes(1)
+        loss = last_loss(trainer)
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
         "gib": memory.gib,

@@ -13,6 +13,9 @@ import torch.multiprocessing as mp
 
 from errors import leave
 
+# NVLink multicast can take the GPUs of a host that is not set up for it out of service: benchmarks leave it off.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+
 
 def free_port() -> int:
     with socket.socket() as sock:
@@ -20,15 +23,15 @@ def free_port() -> int:
         return sock.getsockname()[1]
 
 
-def launch(function: Callable[..., None], world_size: int, *args: Any) -> None:
+def launch(function: Callable[..., None], world_size: int, *args: Any, nccl: bool = False) -> None:
     """Runs `function(*args)` on `world_size` ranks of gloo; an exception on one of them fails the caller with its text.
 
-    With a GPU, tensors on it go through gloo as well, and all ranks may share it.
+    With a GPU, tensors on it go through gloo as well, and all ranks may share it. With `nccl` each has one of its own.
     """
-    mp.spawn(_rank, (world_size, free_port(), function, args), nprocs=world_size)
+    mp.spawn(_rank, (world_size, free_port(), nccl, function, args), nprocs=world_size)
 
 
-def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], args: tuple) -> None:
+def _rank(rank: int, world_size: int, port: int, nccl: bool, function: Callable[..., None], args: tuple) -> None:
     device = rank % max(torch.cuda.device_count(), 1)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(device), LOCAL_WORLD_SIZE=str(world_size)
@@ -38,7 +41,7 @@ def _rank(rank: int, world_size: int, port: int, function: Callable[..., None], 
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo")
     try:
         function(*args)
     except Exception:

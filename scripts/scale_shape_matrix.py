@@ -10,7 +10,8 @@ oracle than its floor times what `ALLOWED` says, and if the collectives planned 
 error near 1.
 
 On a CPU the ranks are gloo processes, and async TP runs torch's own CUDA index algebra (scripts/symm_mem_on_cpu.py).
-With --device cuda they share one GPU, with real symmetric memory. Exit status 1 if any case misses.
+With --device cuda they share one GPU, with real symmetric memory; with --device nccl each has a GPU of its own, and
+cases with more ranks than there are GPUs are left out. Exit status 1 if any case misses.
 """
 
 import argparse
@@ -40,7 +41,7 @@ from parallelisms.linears import Linears
 from parallelisms.mesh import Meshes, ParallelismConfig, build_meshes
 from parallelisms.tp_ops import recording
 from scripts import symm_mem_on_cpu
-from scripts.local_ranks import launch
+from scripts.local_ranks import NO_MULTICAST, launch
 
 SHAPE = LlamaShape(64, 2, 8, 4, 128, vocab_size=256, head_dim=16)
 SEQ_LEN = 64
@@ -267,7 +268,8 @@ def judge(case: Case, found: dict[str, Tensor], fused: str, device: torch.device
 
 def run_cases(chosen: list[Case], device_type: str, folder: str) -> None:
     """The ranks' part: rank 0 writes a JSON line a case."""
-    device = torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    gpu = int(os.environ["LOCAL_RANK"]) if device_type == "nccl" else 0
+    device = torch.device("cpu") if device_type == "cpu" else torch.device("cuda", gpu)
     kernels = symm_mem_on_cpu.install() if device.type == "cpu" else None
     results = Path(folder) / f"{dist.get_world_size()}.jsonl"
     for case in chosen:
@@ -330,19 +332,26 @@ def summary(results: list[Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="a small part of the matrix, in under two minutes")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: all ranks share one GPU")
+    parser.add_argument("--device", choices=["cpu", "cuda", "nccl"], default="cpu", help="nccl: a GPU each")
     parser.add_argument("--json", type=Path, help="write the results to this file too")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, help="only these")
     parser.add_argument("--degrees", nargs="+", type=int, default=[1, 2, 4], help="only these degrees of TP")
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    os.environ |= NO_MULTICAST
     start = time.monotonic()
     chosen = [
         case
-        for case in cases(arguments.quick, arguments.device == "cuda")
+        for case in cases(arguments.quick, arguments.device != "cpu")
         if case.recipe in arguments.recipes and case.tp in arguments.degrees
     ]
+    if arguments.device == "nccl":
+        gpus = torch.cuda.device_count()
+        if gpus == 0:
+            parser.error("--device nccl: there is no GPU here")
+        print(f"{sum(case.tp > gpus for case in chosen)} cases need more than the {gpus} GPUs here, and are left out")
+        chosen = [case for case in chosen if case.tp <= gpus]
     results, floors = run(chosen, arguments.device)
     print(markdown(results, floors), summary(results), sep="\n\n")
     missed = sum(not r.ok for r in results)
@@ -364,7 +373,7 @@ def run(chosen: list[Case], device_type: str) -> tuple[list[Result], dict[str, d
             part = [case for case in chosen if case.tp * case.dp == ranks]
             failure = ""
             try:
-                launch(run_cases, ranks, part, device_type, folder)
+                launch(run_cases, ranks, part, device_type, folder, nccl=device_type == "nccl")
             except Exception as exception:  # Whatever it was, the other launches still have something to say.
                 failure = str(exception).strip().splitlines()[-1][:200]
                 print(exception, file=sys.stderr)

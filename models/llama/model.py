@@ -57,6 +57,12 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
     return (pairs * cos + pairs.flip(-1) * torch.cat((-sin, sin), dim=-1)).flatten(-2).to(x.dtype)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """All (batch, heads, seq, head_dim); k and v may have fewer heads, each for a group of q's."""
+    with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
 class PlainLinears:
     """How the blocks multiply by their weights; models/llama/parallelize.py puts others in its place."""
 
@@ -95,9 +101,7 @@ class Attention(nn.Module):
         qkv = self.linears.norm_column("wq wk wv", x, norm, self.wq, self.wk, self.wv)
         q, k, v = (t.view(-1, seq_len, t.shape[1] // self.head_dim, self.head_dim) for t in qkv)
         q, k = apply_rotary_emb(q, freqs_cis), apply_rotary_emb(k, freqs_cis)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out = causal_attention(*(t.transpose(1, 2) for t in (q, k, v)))
         return self.linears.row("wo", out.transpose(1, 2).flatten(0, 1).flatten(1), self.wo)
 
 

@@ -12,10 +12,12 @@ LOG = """
 [titan] 2026-12-02 - root - INFO - step:  8  loss: 10.0000  grad_norm:  3.1  memory: 77.00GiB(55.00%)  tps: 22,440  tflops: 1
 [titan] 2026-12-02 - root - INFO - step: 12  loss:  9.5000  grad_norm:  3.1  memory: 77.00GiB(55.00%)  tps: 22,500  tflops: 1
 [titan] 2026-12-02 - root - INFO - step: 16  loss:  8.9000  grad_norm:  3.1  memory: 77.00GiB(55.00%)  tps: 22,400  tflops: 1
+[titan] 2026-12-02 - root - INFO - step: 20  loss:  7.0000  grad_norm:  3.1  memory: 99.00GiB(55.00%)  tps: 11,111  tflops: 1
 """  # noqa: E501
 
 
 def test_torchtitans_log_is_read():
+    """But for its last line, of steps that are there to be profiled."""
     assert bench_torchtitan.result_of(LOG) == {
         "tokens_per_second": 22440, "gib": 77.0, "first_step_seconds": pytest.approx(10.0, rel=0.01), "loss": 8.9
     }  # fmt: skip
