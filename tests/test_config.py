@@ -103,6 +103,7 @@ def test_a_config_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pyte
         ("--model.vocab_size 0", "model.vocab_size"),
         ("--checkpoint.load_step 4", "checkpoint.load_step"),
         ("--metrics.log_freq 0", "metrics.log_freq"),
+        ("--debug.layer_statistics_freq -1", "debug.layer_statistics_freq"),
         ("--profiling.profile_freq 2", "profiling.profile_freq"),
         ("--comm.train_timeout_seconds 0", "comm.train_timeout_seconds"),
     ],
