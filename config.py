@@ -284,7 +284,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train.py",
         usage="train.py --config FILE [--section.key VALUE ...]",
-        description="Pre-trains a Llama model as a TOML file says. Any key of the file can be overridden by a flag.",
+        description="Pre-trains a Llama model as a TOML file says. Any key of the file can be overridden by a flag; "
+        "the items of a list are parted by commas.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=4, width=110),
         allow_abbrev=False,
     )

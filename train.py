@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -27,6 +28,8 @@ from telemetry.run_lock import lock_run
 from telemetry.watch import Watch, record_collectives
 from trainer import Trainer
 
+PATIENCE_WITH_THE_TELLER = 3.0  # Seconds by which ranks read their configuration apart from each other.
+
 
 def main(argv: list[str], trainer_class: type[Trainer] = Trainer) -> ExitStatus:
     """One rank: reads the configuration and trains. What goes wrong is told once, by one rank."""
@@ -42,9 +45,11 @@ def main(argv: list[str], trainer_class: type[Trainer] = Trainer) -> ExitStatus:
         device = init_process_group(config.comm)
         lock = lock_for_all_ranks(Path(config.job.dump_folder))
     except UserError as error:
-        # Every rank finds the same; one tells.
+        # Every rank finds the same; one tells. The others wait: torchrun ends all ranks as soon as one has ended.
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"train.py: {error}", file=sys.stderr)
+        else:
+            time.sleep(PATIENCE_WITH_THE_TELLER)
         return ExitStatus.USER_ERROR
     with lock:
         return train(config, device, trainer_class)

@@ -106,8 +106,8 @@ def search(base: JobConfig, gpus: int, tokens_per_step: int | None, gpu: Hardwar
             found.append(Candidate(config, outline))
         else:
             too_large.append((split, mode, batch))
-        print(f"\r{tried} tried, {len(found)} fit", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\r{tried} tried, {len(found)} fit", end="", file=sys.stderr, flush=True)
     return sorted(found, key=lambda c: -c.outline.tokens_per_second), tried
 
 
@@ -137,7 +137,9 @@ def table(found: list[Candidate]) -> str:
 def write(found: list[Candidate], folder: Path, gpus: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number, candidate in enumerate(found, 1):
-        write_toml(candidate.config, folder / f"plan-{number}.toml")
+        name = f"plan-{number}"
+        job = dataclasses.replace(candidate.config.job, dump_folder=f"./outputs/{name}")
+        write_toml(dataclasses.replace(candidate.config, job=job), folder / f"{name}.toml")
     first = folder / "plan-1.toml"
     print(
         f"\nwritten, row by row: {first} ...; python train.py --config {first} --dry-run --world-size {gpus} shows more"
