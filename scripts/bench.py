@@ -13,7 +13,6 @@ import argparse
 import json
 import logging
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from config import load_config
 from data.loader import next_batch
 from parallelisms.mesh import CommConfig, init_process_group
+from telemetry.kernel_kinds import kind_of
 from telemetry.memory import peak_memory
 from trainer import Trainer
 
@@ -57,19 +57,6 @@ TITAN = {
     "torchtitan-wide-tensorwise": (16, TITAN_FLOAT8),
     "torchtitan-8b-rowwise": (32, f"{TITAN_ROWWISE} {TITAN_WHOLE}"),
 }
-
-KINDS = {  # kind -> kernels whose names match, the first kind that does
-    "attention": r"fmha|flash|cudnn_generated|cudnn::fusion|sdpa",
-    "matmul": r"gemm|nvjet|cutlass|xmma|cublas|matmul",
-    "optimizer": r"adam",
-    "float8, norm, elementwise": r"triton|(rows|parts|columns|maxima)_kernel|rms_norm|swiglu|elementwise|reduce_kernel|"
-    r"vectorized|softmax",
-    "copies": r"memcpy|memset|copy|cat",
-}
-
-
-def kind_of(kernel: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
 @contextmanager

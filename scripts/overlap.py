@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.bench import kind_of
+from telemetry.kernel_kinds import kind_of
 
 Event = dict[str, Any]
 Intervals = list[tuple[float, float]]

@@ -1,5 +1,6 @@
 """Traces of where the time goes (torch.profiler) and of where the memory goes (CUDA's allocation history)."""
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from errors import UserError
+from telemetry.profile_summary import summarise
 
 logger = logging.getLogger("rowhouse")
 
@@ -23,7 +25,7 @@ class ProfilingConfig:
     enable_profiling: bool = False
     """Write Chrome traces (open in https://ui.perfetto.dev), one a rank. Slows the traced steps down."""
     save_traces_folder: str = "profile_traces"
-    """Where, in the run's folder: step_N/rankR_trace.json."""
+    """Where, in the run's folder: step_N/rankR_trace.json, and beside it rankR_summary.txt: time by kind of kernel."""
     profile_freq: int = 10
     """A trace every so many steps, counted from where the run starts or resumes."""
     profiler_active: int = 1
@@ -92,7 +94,10 @@ class StepProfiler:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{self.rank}_trace.json"
         trace.export_chrome_trace(str(path))
-        logger.info("trace: %s", path)
+        summary = summarise(trace.events())
+        (folder / f"rank{self.rank}_summary.txt").write_text(summary.text())
+        (folder / f"rank{self.rank}_summary.json").write_text(json.dumps(summary.as_json(), indent=1) + "\n")
+        logger.info("trace: %s\n%s", path, summary.kinds_text())
 
     def write_snapshot(self, name: str) -> None:
         folder = self.folder / self.config.save_memory_snapshot_folder / name

@@ -23,25 +23,6 @@ def test_torchtitans_log_is_read():
     }  # fmt: skip
 
 
-def test_kernels_are_told_apart():
-    kinds = {
-        "nvjet_qqtst_128x256_128x6_2x1_v_bz_coopA_NNT": "matmul",
-        "sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize128x128x128": "matmul",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention",
-        "void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*)": "attention",
-        "triton_red_fused__to_copy_abs_amax_clamp_0": "float8, norm, elementwise",
-        "quantise_parts_kernel": "float8, norm, elementwise",
-        "reduce_maxima_kernel": "float8, norm, elementwise",
-        "rms_norm_backward_kernel": "float8, norm, elementwise",
-        "swiglu_kernel": "float8, norm, elementwise",
-        "void at::native::vectorized_elementwise_kernel<4, FillFunctor<float>>": "float8, norm, elementwise",
-        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>": "optimizer",
-        "Memcpy DtoD (Device -> Device)": "copies",
-        "ncclDevKernel_AllGather_RING_LL": "other",
-    }
-    assert {kernel: bench.kind_of(kernel) for kernel in kinds} == kinds
-
-
 def test_a_run_and_its_table(tmp_path, capsys, monkeypatch):
     small = "--config debug.toml --model.n_layers 1 --training.seq_len 32 --training.global_batch_size 4"
     argv = ["bench", "--case", f"small={small}", "--json", str(tmp_path / "x.json"), "--repeats", "2"]

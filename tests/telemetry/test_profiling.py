@@ -38,7 +38,8 @@ def test_traces_at_their_steps(tmp_path, freq, active, warmup, steps, start, exp
         enable_profiling=True, profile_freq=freq, profiler_active=active, profiler_warmup=warmup, save_traces_folder="t"
     )
     train(config, tmp_path, steps, start_step=start, rank=3)
-    assert files(tmp_path) == sorted(f"t/step_{step}/rank3_trace.json" for step in expected)
+    written = ("summary.json", "summary.txt", "trace.json")
+    assert files(tmp_path) == sorted(f"t/step_{step}/rank3_{name}" for step in expected for name in written)
     for step in expected:
         events = json.loads((tmp_path / f"t/step_{step}/rank3_trace.json").read_text())["traceEvents"]
         assert sum(event["name"] == "aten::mm" for event in events) == active
