@@ -2,6 +2,7 @@
 
 import json
 import logging
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -64,14 +65,15 @@ class StepProfiler:
         self.start_step = start_step
         self.last_traced = 0
         self.trace = self.make_trace() if config.enable_profiling else None
+        self.asked = False
+        """By SIGUSR2, since the last step."""
+        self.trace_asked_for: profile | None = None
+        """Of the step under way."""
 
     def make_trace(self) -> profile:
         active, warmup = self.config.profiler_active, self.config.profiler_warmup
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
         return profile(
-            activities=activities,
+            activities=activities(),
             schedule=schedule(wait=self.config.profile_freq - warmup - active, warmup=warmup, active=active),
             on_trace_ready=self.write_trace,
             record_shapes=True,
@@ -84,13 +86,44 @@ class StepProfiler:
             self.trace.step()
         if self.config.enable_memory_snapshot and self.steps_done % self.config.profile_freq == 0:
             self.write_snapshot(f"step_{self.start_step + self.steps_done}")
+        if self.trace_asked_for is not None:
+            trace, self.trace_asked_for = self.trace_asked_for, None
+            trace.step()
+            trace.stop()
+        if self.asked:
+            self.asked = False
+            self.answer()
+
+    def ask(self, *_: object) -> None:
+        """SIGUSR2's handler."""
+        self.asked = True
+
+    def answer(self) -> None:
+        """Between two steps: writes a memory snapshot, and begins a trace of the next step. Says what it cannot do."""
+        step = self.start_step + self.steps_done
+        if self.config.enable_memory_snapshot:
+            self.write_snapshot(f"step_{step}_asked")
+        else:
+            logger.warning("SIGUSR2: no memory snapshot: profiling.enable_memory_snapshot is off, and needs a GPU")
+        if self.trace is not None:
+            logger.warning("SIGUSR2: no trace of the next step: profiling.enable_profiling writes its own")
+            return
+        once = schedule(wait=0, warmup=0, active=1, repeat=1)
+        folder = self.folder / self.config.save_traces_folder / f"step_{step + 1}_asked"
+        self.trace_asked_for = profile(
+            activities=activities(), schedule=once, record_shapes=True,
+            on_trace_ready=lambda trace: self.write(trace, folder),
+        )  # fmt: skip
+        self.trace_asked_for.start()
 
     def write_trace(self, trace: profile) -> None:
         # The profiler also calls this at its end, with a window that is not whole or has just begun.
         if self.steps_done % self.config.profile_freq != 0 or self.steps_done == self.last_traced:
             return
         self.last_traced = self.steps_done
-        folder = self.folder / self.config.save_traces_folder / f"step_{self.start_step + self.steps_done}"
+        self.write(trace, self.folder / self.config.save_traces_folder / f"step_{self.start_step + self.steps_done}")
+
+    def write(self, trace: profile, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{self.rank}_trace.json"
         trace.export_chrome_trace(str(path))
@@ -107,10 +140,15 @@ class StepProfiler:
         logger.info("memory snapshot: %s", path)
 
 
+def activities() -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+
+
 @contextmanager
 def maybe_profile(config: ProfilingConfig, folder: Path, *, start_step: int, rank: int) -> Iterator[StepProfiler]:
     """For the training loop: gives an object whose `step()` is called after each step; writes below `folder`.
 
+    SIGUSR2 asks this rank for a memory snapshot and a trace of the next step, whatever the configuration says.
     Raises UserError for memory snapshots without CUDA.
     """
     if config.enable_memory_snapshot and not torch.cuda.is_available():
@@ -120,6 +158,7 @@ def maybe_profile(config: ProfilingConfig, folder: Path, *, start_step: int, ran
         )
     profiler = StepProfiler(config, folder, start_step, rank)
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGUSR2, signal.signal(signal.SIGUSR2, profiler.ask))
         if profiler.trace is not None:
             stack.enter_context(profiler.trace)
         if config.enable_memory_snapshot:

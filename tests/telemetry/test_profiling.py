@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -86,3 +88,30 @@ def test_config_problems():
     assert keys(profile_freq=3) == keys(profile_freq=0, profiler_warmup=0) == ["profile_freq"]
     assert keys(profiler_active=0) == ["profiler_active"]
     assert keys(profiler_warmup=-1) == ["profiler_warmup"]
+
+
+def test_sigusr2_asks_for_a_trace_of_the_next_step(tmp_path, caplog):
+    before = signal.getsignal(signal.SIGUSR2)
+    with maybe_profile(ProfilingConfig(save_traces_folder="t"), tmp_path, start_step=0, rank=1) as profiler:
+        for step in range(1, 6):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            profiler.step()
+    assert files(tmp_path) == [f"t/step_3_asked/rank1_{name}" for name in ("summary.json", "summary.txt", "trace.json")]
+    events = json.loads((tmp_path / "t/step_3_asked/rank1_trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "aten::mm" for event in events) == 1
+    assert "no memory snapshot: profiling.enable_memory_snapshot is off" in caplog.text
+    assert signal.getsignal(signal.SIGUSR2) == before
+
+
+def test_sigusr2_beside_periodic_traces_says_that_they_come(tmp_path, caplog):
+    config = ProfilingConfig(enable_profiling=True, profile_freq=4, profiler_warmup=1, save_traces_folder="t")
+    with maybe_profile(config, tmp_path, start_step=0, rank=0) as profiler:
+        for step in range(1, 6):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGUSR2)
+            profiler.step()
+    assert {name.split("/")[1] for name in files(tmp_path)} == {"step_4"}
+    assert "no trace of the next step: profiling.enable_profiling writes its own" in caplog.text
