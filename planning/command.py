@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 from pathlib import Path
 
 from config import load_config
@@ -45,8 +44,6 @@ def dry_run(argv: list[str]) -> ExitStatus:
     if arguments.world_size < 1:
         raise UserError(f"--world-size: {arguments.world_size} ranks train nothing; give 1 or more")
     gpu = hardware(arguments.gpu, arguments.device_memory, arguments.network_gbps)
-    logging.getLogger("rowhouse").setLevel(logging.WARNING)
-    logging.getLogger("torch").setLevel(logging.ERROR)
     config = load_config(flags, arguments.world_size)
     plan = make_plan(config, arguments.world_size, gpu)
     print(plan_text(plan), flush=True)

@@ -6,6 +6,7 @@ put right: attention is cuDNN's op, our ops are taken for their kernels, torch.c
 
 import contextlib
 import dataclasses
+import logging
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -141,7 +142,7 @@ def fake_run(config: JobConfig, world_size: int) -> FakeRun:
     _redistribute._gen_transform_infos.cache_clear()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        with as_on_a_gpu():
+        with as_on_a_gpu(), quietly():
             trainer = FakeTrainer(config, mode)
             with mode:
                 return observe(trainer, observer)
@@ -215,6 +216,17 @@ def group_dims(meshes: Meshes) -> dict[str, str]:
         dims[meshes.dp.get_group().group_name] = "dp_replicate x dp_shard"
     dims.setdefault(dist.group.WORLD.group_name, "all")  # type: ignore[union-attr]
     return dims
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without the log of a run that is not one."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager

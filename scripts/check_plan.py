@@ -138,8 +138,8 @@ def main() -> int:
     parser.add_argument("--case", action="append", default=[], metavar="NAME=FLAGS", help="a case of your own")
     parser.add_argument("--measure", metavar="FLAGS", help=argparse.SUPPRESS)
     args: Any = parser.parse_args()
-    logging.disable(logging.WARNING)
     if args.measure:
+        logging.disable(logging.WARNING)
         print(json.dumps(measure(args.measure)))
         return 0
     own = dict(case.split("=", 1) for case in args.case)

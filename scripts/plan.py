@@ -11,7 +11,6 @@ best are written as TOML files that run. Exit status 1 where nothing fits.
 import argparse
 import dataclasses
 import itertools
-import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -163,7 +162,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args, flags = make_parser().parse_known_args()
-    logging.disable(logging.WARNING)
     try:
         if args.gpus < 1:
             raise UserError(f"--gpus: {args.gpus} GPUs train nothing; give 1 or more")
