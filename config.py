@@ -125,6 +125,9 @@ class DebugConfig:
     """Fixes the initial weights and the order of the data, whatever the number of ranks."""
     deterministic: bool = False
     """Deterministic kernels only, at some cost in speed."""
+    detect_anomaly: bool = False
+    """Look for NaN and infinity between the layers in every step, say where the first one is, and count it at that step
+    against training.max_skipped_steps. Slow."""
     layer_statistics_freq: int = 0
     """Every so many steps, and of the first, write statistics of each layer's outputs, weights and gradients to
     layer_statistics.jsonl, for scripts.compare_layers; 0 writes none."""

@@ -30,6 +30,7 @@ from parallelisms.mesh import build_meshes, set_timeouts
 from parallelisms.tp_ops import recording
 from settings import write_toml
 from stopping import StopRequests
+from telemetry.anomaly import AnomalyDetector
 from telemetry.flops import model_flops_per_token, peak_flops
 from telemetry.layer_statistics import LayerStatistics
 from telemetry.memory import GarbageCollector, peak_memory
@@ -79,6 +80,7 @@ class Trainer:
         self.steps = FiniteSteps(self.optimizer, training.max_skipped_steps, self.device, training.max_norm)
         self.checkpoints = self.open_checkpoints()
         self.restore()
+        self.anomalies = AnomalyDetector(self.model, config.debug.detect_anomaly)
         self.layer_statistics = LayerStatistics(self.model, config.debug.layer_statistics_freq, self.folder)
 
     # Setting up
@@ -335,11 +337,12 @@ class Trainer:
 
     def train_step(self, inputs: Tensor, labels: Tensor) -> None:
         """One optimizer step over this rank's rows of the global batch: int64 (rows, seq_len) on the host."""
-        with self.layer_statistics.watching(self.step):
+        with self.layer_statistics.watching(self.step), self.anomalies.watching():
             loss, tokens, global_tokens = self.forward_backward(inputs, labels)
         loss_max = loss * global_tokens / tokens.clamp(min=1)
         dist.all_reduce(loss, group=self.dp_group)
         self.layer_statistics.write(self.step, loss)
+        self.anomalies.check(self.step)
         grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         if isinstance(grad_norm, DTensor):
             grad_norm = grad_norm.full_tensor()
@@ -347,6 +350,8 @@ class Trainer:
         set_lr(self.optimizer, lr)
         self.checkpoints.wait_for_copy()
         self.steps.step(loss, grad_norm)
+        if self.anomalies.on:
+            self.steps.check()
         self.optimizer.zero_grad()
 
         self.clock.step(labels.numel() * self.dp_degree // self.world_size)  # Tensor parallel ranks share their tokens.

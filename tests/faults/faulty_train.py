@@ -28,10 +28,20 @@ class FaultyTrainer(Trainer):
         super().train_step(inputs, labels)
 
     def forward_backward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hook = None
+        if KIND == "nan in a block" and self.rank == RANK and self.step == STEP:
+            hook = self.model.norm.register_forward_pre_hook(spoil_gradient)
         result = super().forward_backward(inputs, labels)
+        if hook is not None:
+            hook.remove()
         if KIND == "nan" and self.rank == RANK and self.step == STEP:
             next(iter(self.model.parameters())).grad.to_local()[0] = float("nan")
         return result
+
+
+def spoil_gradient(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+    """One NaN in what goes back to the last block."""
+    args[0].register_hook(lambda g: torch.where(torch.arange(g.numel()).view_as(g) == 7, float("nan"), g))
 
 
 def send(number: signal.Signals) -> None:
@@ -101,6 +111,7 @@ ACCIDENTS = {
     "GIL held": lambda _: ctypes.PyDLL(None).sleep(1000),
     "exception": exception,
     "nan": lambda _: None,
+    "nan in a block": lambda _: None,
     "disk full": disk_full,
     "read-only": read_only,
     "loader killed": loader_killed,

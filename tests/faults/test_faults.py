@@ -180,6 +180,17 @@ def test_nan_on_one_rank_stops_all(tmp_path, undisturbed):
     assert_goes_on(folder, undisturbed)
 
 
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_the_place_of_a_nan_is_told(tmp_path, compiled):
+    debug = ("--debug.detect_anomaly", "true", "--compile.enable", compiled, "--activation_checkpoint.mode", "full")
+    done = run(tmp_path / "run", *debug, "--metrics.log_freq", "100", fault="nan in a block")
+    assert done.statuses == [ExitStatus.NOT_FINITE] * 2, done.text
+    told = "the first that is NaN or infinite is the gradient that came back to the output of layers.0: 1 values of"
+    assert f"rank 1, step 5: {told}" in done.text
+    assert done.text.count("the first that is NaN") == 2  # On rank 0 gradients were summed.
+    assert "rank 0, step 5: the first that is NaN or infinite is the gradient of" in done.text
+
+
 @pytest.mark.parametrize("implementation", ["fused", "foreach"])
 def test_nan_on_one_rank_is_skipped_on_all(tmp_path, undisturbed, implementation):
     folder = tmp_path / "run"
