@@ -22,7 +22,6 @@ from config import JobConfig, load_config
 from ending import is_out_of_memory, memory_advice
 from errors import ExitStatus, UserError, leave
 from parallelisms.mesh import init_process_group
-from planning.command import dry_run
 from stopping import StopRequests
 from telemetry.run_lock import lock_run
 from telemetry.watch import Watch, record_collectives
@@ -39,6 +38,8 @@ def main(argv: list[str], trainer_class: type[Trainer] = Trainer) -> ExitStatus:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         if "--dry-run" in argv:
+            from planning.command import dry_run  # Runs that train need none of what it imports of the compiler.
+
             return dry_run(argv)
         config = load_config(argv, int(os.environ.get("WORLD_SIZE", "1")))
         record_collectives(Path(config.job.dump_folder))

@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 
 from parallelisms.tp_ops import ranks_of
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class Work:
@@ -55,6 +53,12 @@ ATTENTION = {
     "aten::_scaled_dot_product_efficient_attention_backward": 5,
 }
 """Op -> matmuls of (queries x keys x head_dim), of which a causal one needs half."""
+
+
+def is_view(func: Any) -> bool:
+    """Whether what an op gives lies in the memory of what it takes."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def name_of(func: Any) -> str:

@@ -3,6 +3,7 @@
 An estimate, not a prediction: what overlaps is presumed to overlap wholly, launches and the host cost nothing.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,12 +67,8 @@ def link_rate(dim: str, sizes: dict[str, int], gpu: Hardware) -> float:
     """Bytes/s of a rank in the rings of a mesh dimension. Neighbouring ranks share a node, the last dimension first."""
     names = list(sizes)
     own = [name for name in names if name in dim.split(" x ")] or names
-    inner = 1
-    for name in names[names.index(own[-1]) + 1 :]:
-        inner *= sizes[name]
-    ranks = 1
-    for name in own:
-        ranks *= sizes[name]
+    inner = math.prod(sizes[name] for name in names[names.index(own[-1]) + 1 :])
+    ranks = math.prod(sizes[name] for name in own)
     in_node = max(1, min(ranks, gpu.gpus_per_node // inner))
     if ranks * inner <= gpu.gpus_per_node:
         return gpu.link_rate * ACHIEVED_LINK

@@ -25,8 +25,10 @@ from errors import UserError
 from models.llama.model import Llama
 from models.llama.parallelize import Applied, collectives_table
 from optimizer import FiniteSteps
+from parallelisms.fsdp import local
 from parallelisms.mesh import Meshes
 from parallelisms.tp_ops import Collective
+from planning.costs import Sent, Work
 from planning.graphs import Matmul, planning_backend
 from planning.memory import Peak
 from planning.observer import StepObserver
@@ -44,10 +46,10 @@ class FakeRun:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
-    works: list[tuple[str, Any]]
-    """(phase, costs.Work)"""
-    sent: list[tuple[str, Any]]
-    """(phase, costs.Sent), of collectives with more than one rank."""
+    works: list[tuple[str, Work]]
+    """Each with its phase."""
+    sent: list[tuple[str, Sent]]
+    """Each with its phase, of collectives with more than one rank."""
     matmuls: list[Matmul]
     tokens: int
     """Of the global batch."""
@@ -156,7 +158,7 @@ def observe(trainer: FakeTrainer, observer: StepObserver) -> FakeRun:
     trainer.prime_optimizer()
     parameters = list(model.parameters())
     states = [t for p in parameters for t in trainer.optimizer.state[p].values() if isinstance(t, Tensor)]
-    memory.add(map(local_part, [*parameters, *states, *model.buffers()]))
+    memory.add(map(local, [*parameters, *states, *model.buffers()]))
     parameter_bytes = memory.name("parameters", parameters)
     optimizer_bytes = memory.name("optimizer", states)
     rows = trainer.micro_batches * training.local_batch_size
@@ -202,7 +204,7 @@ def observe(trainer: FakeTrainer, observer: StepObserver) -> FakeRun:
     )
 
 
-def collective(sent: Any) -> Collective:
+def collective(sent: Sent) -> Collective:
     recomputed = sent.backward and not sent.layer.endswith("backward")
     return Collective(sent.layer, sent.op, sent.fused, recomputed, sent.nbytes)
 
@@ -254,7 +256,3 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def maxima_alone(x: Tensor, out: Any) -> Tensor:
     """What the kernel makes besides what it writes over `out`."""
     return x.new_empty((1, x.shape[1]), dtype=torch.bfloat16)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)

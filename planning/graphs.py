@@ -19,7 +19,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils._pytree import tree_leaves, tree_map
 
 from float8.scaled import ALIGNMENT
-from planning.costs import ATTENTION, Sent, Work, name_of, nbytes_of, sent_by, temporaries_of, work_of
+from planning.costs import ATTENTION, Sent, Work, is_view, name_of, nbytes_of, sent_by, temporaries_of, work_of
 from planning.memory import rounded
 
 Buffers = frozenset[int]
@@ -82,7 +82,7 @@ def plan_graph(module: fx.GraphModule, frees_inputs: bool) -> GraphPlan:
     simulation = Simulation(module.graph, frees_inputs)
     works, sent, matmuls = [], [], []
     for node in module.graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+        if node.op != "call_function" or node.target is operator.getitem or is_view(node.target):
             continue
         func, args = called(node)
         if is_extern(node):
@@ -112,9 +112,8 @@ class Simulation:
         self.read_by: dict[fx.Node, Buffers] = {}
         """Of each node that makes buffers."""
         self.real = {node for node in graph.nodes if node.op == "call_function" and makes_buffer(node)}
-        results: dict[
-            fx.Node, Any
-        ] = {}  # Of each node: for each tensor of its value the buffers that reading it reads.
+        # Of each node: for each tensor of its value the buffers that reading it reads.
+        results: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             read = all_read(results, node)
             if node.op == "placeholder":
@@ -212,19 +211,8 @@ def all_buffers(result: Any) -> Buffers:
 
 
 REDUCTIONS = {
-    "sum",
-    "mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "prod",
-    "any",
-    "all",
-    "var",
-    "var_mean",
-    "linalg_vector_norm",
-}
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "any", "all", "var", "var_mean", "linalg_vector_norm",
+}  # fmt: skip
 OWN_KERNELS = {"index_put", "sort", "topk", "convolution", "embedding_dense_backward", "scatter_add"}
 
 
@@ -238,11 +226,6 @@ def called(node: fx.Node) -> tuple[Any, list[Any]]:
             raise RuntimeError(f"a compiled graph calls {func.name()}, whose memory is not known")
         return args[ops[0]], args[ops[0] + 1 :]
     return func, args
-
-
-def is_view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def is_extern(node: fx.Node) -> bool:
@@ -259,7 +242,7 @@ def is_extern(node: fx.Node) -> bool:
 
 
 def makes_buffer(node: fx.Node) -> bool:
-    if node.target is operator.getitem or is_view(node):
+    if node.target is operator.getitem or is_view(node.target):
         return False
     return is_extern(node) or name_of(node.target).partition("::")[2] in REDUCTIONS or is_read_from_memory(node)
 
@@ -268,7 +251,7 @@ def is_read_from_memory(node: fx.Node) -> bool:
     for user in node.users:
         if user.op == "output" or is_extern(user):
             return True
-        if (user.target is operator.getitem or is_view(user)) and is_read_from_memory(user):
+        if (user.target is operator.getitem or is_view(user.target)) and is_read_from_memory(user):
             return True
     return False
 

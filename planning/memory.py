@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from parallelisms.fsdp import local
 
 BLOCK = 512  # Bytes: CUDA's allocator rounds up to multiples of it.
 LARGE = 2**16  # Bytes from which on it is found out who made a storage.
@@ -132,7 +133,3 @@ def maker() -> str:
 
 def rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

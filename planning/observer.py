@@ -13,7 +13,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from planning.costs import Sent, Work, sent_by, temporaries_of, work_of
+from planning.costs import Sent, Work, is_view, name_of, sent_by, temporaries_of, work_of
 from planning.graphs import GraphPlan, Matmul, float8_matmul
 from planning.memory import MemoryTracker
 
@@ -50,7 +50,7 @@ class StepObserver(TorchDispatchMode):
             return NotImplemented  # It calls again, with what it is made of.
         out = func(*args, **kwargs)
         self.memory.add(tree_leaves(out))
-        if not is_view(func):
+        if not is_free(func):
             self.memory.pulse(temporaries_of(func, args, out))
             self.note([work_of(func, args, out)], sent_by(func, args), float8_matmul(func, args))
         return out
@@ -127,8 +127,7 @@ class StepObserver(TorchDispatchMode):
                     hook.remove()
 
 
-def is_view(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    if schema is None or schema.name in FREE or schema.name.startswith(("prim::", "profiler::")):
-        return True
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+def is_free(func: Any) -> bool:
+    """Whether an op computes and moves nothing."""
+    name = name_of(func)
+    return "::" not in name or name in FREE or name.startswith(("prim::", "profiler::")) or is_view(func)

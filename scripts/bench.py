@@ -131,13 +131,18 @@ def profiled(trainer: Trainer) -> tuple[dict[str, float], dict[str, tuple[float,
 
 
 def run(name: str, cases: dict[str, str]) -> dict[str, Any]:
-    """One run in a process of its own. Raises RuntimeError with the end of its output where it fails."""
-    env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
+    """One run in a process of its own, as `result_of`."""
     if name in TITAN:
         layers, flags = TITAN[name]
         command = [sys.executable, "-m", "scripts.bench_torchtitan", str(layers), *flags.split()]
     else:
         command = [sys.executable, "-m", "scripts.bench", "--measure", cases[name]]
+    return result_of(command, name)
+
+
+def result_of(command: list[str], name: str) -> dict[str, Any]:
+    """The JSON in the last line that a command prints. Raises RuntimeError, with the end of its output, if it fails."""
+    env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name} failed with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")

@@ -11,26 +11,20 @@ One table comes last; exit status 1 if a prediction is off by more than 5 %.
 import argparse
 import json
 import logging
-import os
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from config import load_config
-from data.loader import next_batch
 from errors import UserError
-from parallelisms.mesh import CommConfig, init_process_group
+from parallelisms.fsdp import local
 from planning.fake_run import fake_run
 from planning.hardware import GIB
+from scripts.bench import result_of, run_steps, training
 from trainer import Trainer
 
-ROOT = Path(__file__).parent.parent
 TOLERANCE = 0.05
 STEPS = 3
 
@@ -65,44 +59,25 @@ ON_CPU = {
 }
 
 
-def settings(flags: str, folder: str) -> list[str]:
-    more = f"--checkpoint.enable false --validation.enable false --metrics.log_freq 1000 --job.dump_folder {folder}"
-    return [*flags.split(), *more.split(), "--metrics.enable_tensorboard", "false", "--lr_scheduler.warmup_steps", "2"]
-
-
 def measure(flags: str) -> dict[str, int]:
     """The peak of a step after the first ones, in bytes; on a GPU also what the allocator had reserved."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(load_config(settings(flags, folder), 1), init_process_group(CommConfig()))
-        step(trainer)
-        step(trainer)
-        if trainer.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            for _ in range(STEPS):
-                step(trainer)
-            torch.cuda.synchronize()
-            peak = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        else:
-            peak = {"peak": profiled_peak(trainer, Path(folder) / "trace.json")}
-        trainer.close()
-        dist.destroy_process_group()
-    return peak
+    with training(flags) as trainer:
+        run_steps(trainer, 2)
+        if trainer.device.type == "cpu":
+            return {"peak": profiled_peak(trainer)}
+        torch.cuda.reset_peak_memory_stats()
+        run_steps(trainer, STEPS)
+        return {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
-def step(trainer: Trainer) -> None:
-    batch = next_batch(trainer.loader, can_end=False)
-    assert batch is not None
-    trainer.step += 1
-    trainer.train_step(*batch)
-
-
-def profiled_peak(trainer: Trainer, trace: Path) -> int:
+def profiled_peak(trainer: Trainer) -> int:
     """What was there before the step, and the most that it allocated and had not freed yet."""
     tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     tensors += [t for p in trainer.model.parameters() for t in trainer.optimizer.state[p].values()]
-    before = sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+    before = sum(local(t).nbytes for t in tensors)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step(trainer)
+        run_steps(trainer, 1)
+    trace = trainer.folder / "trace.json"
     profile.export_chrome_trace(str(trace))
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("name") == "[memory]"]
     now = most = 0
@@ -112,21 +87,15 @@ def profiled_peak(trainer: Trainer, trace: Path) -> int:
     return before + most
 
 
-def run(flags: str) -> dict[str, int]:
+def run(name: str, flags: str) -> dict[str, int]:
     """`measure` in a process of its own. Raises RuntimeError with the end of its output where it fails."""
-    env = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "scripts.check_plan", "--measure", flags]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"it failed with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return result_of([sys.executable, "-m", "scripts.check_plan", "--measure", flags], name)
 
 
 def row(name: str, flags: str) -> tuple[str, bool]:
     """A row of the table, and whether the prediction is right."""
-    with tempfile.TemporaryDirectory() as folder:
-        planned = fake_run(load_config(settings(flags, folder), 1), 1)
-    measured = run(flags)
+    planned = fake_run(load_config([*flags.split(), "--lr_scheduler.warmup_steps", "2"], 1), 1)
+    measured = run(name, flags)
     error = planned.peak.nbytes / measured["peak"] - 1
     reserved = f"{measured['reserved'] / GIB:.2f}" if "reserved" in measured else ""
     cells = [name, f"{planned.peak.nbytes / GIB:.2f}", f"{measured['peak'] / GIB:.2f}", f"{error:+.1%}", reserved]
@@ -149,7 +118,7 @@ def main() -> int:
         try:
             line, is_right = row(name, flags)
         except (RuntimeError, UserError) as error:
-            print(f"check_plan: {name}: {error}", file=sys.stderr)
+            print(f"check_plan: {error}", file=sys.stderr)
             right = False
             continue
         lines.append(line)

@@ -133,13 +133,18 @@ def build_sharded(trained: Trained, device: torch.device, dtype: torch.dtype, se
     return build(trained, device, dtype, seq_len, distribute)
 
 
-def evaluate(arguments: argparse.Namespace, device: torch.device) -> None:
-    check(arguments)
-    trained = find_trained(arguments.checkpoint)
+def how_it_reads(trained: Trained, arguments: argparse.Namespace, device: torch.device) -> tuple[int, torch.dtype]:
+    """Tokens of a sequence and the precision: those of --seq-len and --dtype, or else the model's and the device's."""
     seq_len = trained.max_seq_len if arguments.seq_len is None else arguments.seq_len
     if not 1 <= seq_len <= trained.max_seq_len:
         raise UserError(f"--seq-len: the model does not read {seq_len} tokens: give 1 to {trained.max_seq_len}")
-    dtype = default_dtype(device) if arguments.dtype is None else getattr(torch, arguments.dtype)
+    return seq_len, default_dtype(device) if arguments.dtype is None else getattr(torch, arguments.dtype)
+
+
+def evaluate(arguments: argparse.Namespace, device: torch.device) -> None:
+    check(arguments)
+    trained = find_trained(arguments.checkpoint)
+    seq_len, dtype = how_it_reads(trained, arguments, device)
     model_line = f"{trained.path}, {str(dtype).removeprefix('torch.')}, sequences of {seq_len}"
     if arguments.tasks is not None:
         model = build_tensor_parallel(trained, device, dtype, seq_len)

@@ -32,8 +32,8 @@ from float8.quantise import columns_from_rows, quantise_rows
 from float8.scaled import FLOAT8, Float8Rows
 from loss import cross_entropy_sum
 from models.llama.model import Llama, PlainLinears
-from scripts.evaluate import DATASET, SEED, Text, build_sharded, inputs_and_labels, report
-from scripts.trained_model import Trained, build, default_dtype, find_trained, run_on_ranks
+from scripts.evaluate import DATASET, SEED, Text, build_sharded, how_it_reads, inputs_and_labels, report
+from scripts.trained_model import Trained, build, find_trained, run_on_ranks
 
 TOKENS_AT_ONCE = 8192  # On a rank, at least one sequence.
 PIECE = 2**21  # Values that are looked at together: 16 MiB as float64.
@@ -300,10 +300,7 @@ def build_plain(trained: Trained, device: torch.device, dtype: torch.dtype, seq_
 def examine(arguments: argparse.Namespace, device: torch.device) -> None:
     check(arguments)
     trained = find_trained(arguments.checkpoint)
-    seq_len = trained.max_seq_len if arguments.seq_len is None else arguments.seq_len
-    if not 1 <= seq_len <= trained.max_seq_len:
-        raise UserError(f"--seq-len: the model does not read {seq_len} tokens: give 1 to {trained.max_seq_len}")
-    dtype = default_dtype(device) if arguments.dtype is None else getattr(torch, arguments.dtype)
+    seq_len, dtype = how_it_reads(trained, arguments, device)
     dataset = arguments.dataset or DATASET
     text = Text(open_source(dataset, arguments.dataset_path, SEED), trained.tokenizer, seq_len)
     batches = batches_of(text, arguments.batches, dataset)

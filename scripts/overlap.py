@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from telemetry.intervals import Intervals, length, union, without
 from telemetry.kernel_kinds import kind_of
 
 Event = dict[str, Any]
-Intervals = list[tuple[float, float]]
 
 # NCCL's kernels; symmetric memory's barriers and signals; copies between GPUs.
 COMMUNICATION = re.compile(r"nccl|symmetric_memory|(barrier|put_signal|wait_signal)_kernel|multimem|PtoP")
@@ -125,39 +125,6 @@ class Spans:
         spans = self.by_thread.get(event["tid"], [])
         at = bisect_right(spans, (event["ts"], math.inf))
         return at > 0 and event["ts"] < spans[at - 1][1]
-
-
-def union(intervals: Intervals) -> Intervals:
-    """What any of the intervals covers, as intervals in order that do not touch."""
-    merged: Intervals = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
-
-
-def without(a: Intervals, b: Intervals) -> Intervals:
-    """What `a` covers and `b` does not. Both are unions."""
-    left, at = [], 0
-    for begin, end in a:
-        while at < len(b) and b[at][1] <= begin:
-            at += 1
-        i = at
-        while i < len(b) and b[i][0] < end:
-            if b[i][0] > begin:
-                left.append((begin, b[i][0]))
-            begin = max(begin, b[i][1])
-            i += 1
-        if begin < end:
-            left.append((begin, end))
-    return left
-
-
-def length(intervals: Intervals) -> float:
-    """Of a union."""
-    return sum(end - begin for begin, end in intervals)
 
 
 # On the wire

@@ -27,7 +27,7 @@ from settings import problems_of, write_toml
 
 AC_MODES = ("none", "matmuls", "op", "full")
 BATCHES = (1, 2, 4, 8)
-RECIPES = {70: "llama70b_fp8.toml", 405: "llama405b_fp8.toml"}
+RECIPES = {"70B": "llama70b_fp8.toml", "405B": "llama405b_fp8.toml"}
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,8 @@ def search(base: JobConfig, gpus: int, tokens_per_step: int | None, gpu: Hardwar
             too_large.append((split, mode, batch))
         if sys.stderr.isatty():
             print(f"\r{tried} tried, {len(found)} fit", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     return sorted(found, key=lambda c: -c.outline.tokens_per_second), tried
 
 
@@ -116,11 +118,10 @@ def base_config(args: argparse.Namespace, flags: list[str]) -> JobConfig:
     if args.config is None:
         if args.model is None:
             raise UserError("--model is missing: give a model's name, or a file with --config")
-        flavor = next((name for name in (args.model, f"3.1-{args.model}") if name in FLAVORS), None)
-        if flavor is None:
+        if args.model not in FLAVORS:
             raise UserError(f'--model: "{args.model}" is not known; the models are {", ".join(FLAVORS)}')
-        size = {"70B": 70, "405B": 405}.get(args.model.removeprefix("3.1-"), 8)
-        named = ["--config", RECIPES.get(size, "llama8b_fp8.toml"), "--model.flavor", flavor]
+        recipe = RECIPES.get(args.model.removeprefix("3.1-"), "llama8b_fp8.toml")
+        named = ["--config", recipe, "--model.flavor", args.model]
     if args.seq_len is not None:
         named += ["--training.seq_len", str(args.seq_len)]
     # Degrees and batches are chosen here: the checks are those of the candidates.

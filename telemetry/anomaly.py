@@ -8,13 +8,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+
+from telemetry.layer_statistics import local, looking_at_outputs
 
 logger = logging.getLogger("rowhouse")
 
@@ -44,21 +44,12 @@ class AnomalyDetector:
             yield
             return
         self.seen = []
-        layers = ["tok_embeddings", *(f"layers.{i}" for i in range(len(self.model.layers))), "norm"]
-        hooks = [
-            self.model.get_submodule(name).register_forward_hook(partial(self.see_output, name)) for name in layers
-        ]
-        try:
+        with looking_at_outputs(
+            self.model,
+            lambda layer, output: self.see(f"the output of {layer}", output),
+            lambda layer, gradient: self.see(f"the gradient that came back to the output of {layer}", gradient),
+        ):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def see_output(self, layer: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.see(f"the output of {layer}", output.detach())
-        output.register_hook(
-            lambda gradient: self.see(f"the gradient that came back to the output of {layer}", gradient)
-        )
 
     def see(self, place: str, x: Tensor) -> None:
         self.seen.append(Seen(place, tuple(x.shape), (~x.isfinite()).sum()))
@@ -67,15 +58,16 @@ class AnomalyDetector:
         """After `watching`, before the optimizer's step: this rank says what it saw first that is not finite."""
         if not self.on:
             return
-        for kind in ("weight", "gradient"):
-            for name, p in self.model.named_parameters():
-                value = p if kind == "weight" else p.grad
-                self.see(f"the {kind} of {name}", local(value.detach()))
-        weights = len(list(self.model.parameters()))
+        between, self.seen = self.seen, []
+        parameters = list(self.model.named_parameters())
         # A weight that is not finite was so before the step: it comes first.
-        in_order = [*self.seen[-2 * weights : -weights], *self.seen[: -2 * weights], *self.seen[-weights:]]
-        counts = torch.stack([seen.bad for seen in in_order]).tolist()
-        bad = [(seen, count) for seen, count in zip(in_order, counts, strict=True) if count]
+        for name, p in parameters:
+            self.see(f"the weight of {name}", local(p.detach()))
+        self.seen += between
+        for name, p in parameters:
+            self.see(f"the gradient of {name}", local(p.grad))
+        counts = torch.stack([seen.bad for seen in self.seen]).tolist()
+        bad = [(seen, count) for seen, count in zip(self.seen, counts, strict=True) if count]
         self.seen = []
         if bad:
             first, count = bad[0]
@@ -84,7 +76,3 @@ class AnomalyDetector:
                 "finite, %d places after it are not",
                 dist.get_rank(), step, first.place, count, first.shape, len(bad) - 1,
             )  # fmt: skip
-
-
-def local(p: Any) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p

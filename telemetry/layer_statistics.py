@@ -9,7 +9,7 @@ Sums are in float64, so that how the values are split over ranks and micro-batch
 
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class LayerStatistics:
 
     def __init__(self, model: Any, freq: int, folder: Path):
         self.model, self.freq, self.path = model, freq, folder / FILE
-        self.layers = ["tok_embeddings", *(f"layers.{i}" for i in range(len(model.layers))), "norm"]
+        self.layers = layers_of(model)
         self.sums: dict[str, Tensor] = {}
         """Place -> this rank's, as sums_of gives them."""
 
@@ -54,18 +54,12 @@ class LayerStatistics:
             yield
             return
         self.sums = {}
-        # Of the modules, whose forward functions may be compiled or recomputed: the hooks are outside of both.
-        modules = {name: self.model.get_submodule(name) for name in self.layers}
-        hooks = [m.register_forward_hook(functools.partial(self.see_output, name)) for name, m in modules.items()]
-        try:
+        with looking_at_outputs(
+            self.model,
+            lambda layer, output: self.add(f"{layer} output", output),
+            lambda layer, gradient: self.add(f"{layer} output gradient", gradient),
+        ):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def see_output(self, layer: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.add(f"{layer} output", output)
-        output.register_hook(lambda gradient: self.add(f"{layer} output gradient", gradient))
 
     @torch.no_grad()
     def add(self, place: str, x: Tensor) -> None:
@@ -92,6 +86,30 @@ class LayerStatistics:
             line = {"step": step, "places": found}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def layers_of(model: Any) -> list[str]:
+    """Of a Llama, in the order of computation: the embedding, the blocks, the last norm."""
+    return ["tok_embeddings", *(f"layers.{i}" for i in range(len(model.layers))), "norm"]
+
+
+@contextmanager
+def looking_at_outputs(
+    model: Any, see_output: Callable[[str, Tensor], None], see_gradient: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Shows what each layer gives, and the gradient that comes back there, with the layer's name."""
+
+    def look(layer: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        see_output(layer, output.detach())
+        output.register_hook(functools.partial(see_gradient, layer))
+
+    # Of the modules, whose forward functions may be compiled or recomputed: the hooks are outside of both.
+    hooks = [model.get_submodule(n).register_forward_hook(functools.partial(look, n)) for n in layers_of(model)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def places_in_order(layers: list[str], parameters: list[str]) -> list[str]:

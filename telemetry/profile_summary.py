@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
+from telemetry.intervals import length, union
 from telemetry.kernel_kinds import kind_of, kind_of_operator
 
 LONGEST = 15
@@ -63,34 +64,33 @@ def summarise(events: Any) -> Summary:
     if not steps:
         raise ValueError("the profile holds no step")
     wall = sum(e.time_range.elapsed_us() for e in steps)
-    on_gpu = [e for e in events if e.device_type != DeviceType.CPU and not e.name.startswith("ProfilerStep")]
+    inner = [e for e in events if not e.name.startswith("ProfilerStep")]
+    # An annotation on the GPU's side spans kernels, and gaps between them.
+    on_gpu = [e for e in inner if e.device_type != DeviceType.CPU and not getattr(e, "is_user_annotation", False)]
     time: dict[tuple[str, str], float] = defaultdict(float)
     calls: Counter[tuple[str, str]] = Counter()
-    for event in on_gpu or events:
+    for event in on_gpu or inner:
         if on_gpu:
-            if getattr(event, "is_user_annotation", False):
-                continue
-            key, microseconds = (kind_of(event.name), event.name), event.time_range.elapsed_us()
+            kind, microseconds = kind_of(event.name), event.time_range.elapsed_us()
         else:
-            if event.name.startswith("ProfilerStep"):
-                continue
-            key, microseconds = (kind_of_operator(names_around(event)), event.name), event.self_cpu_time_total
-        time[key] += microseconds
-        calls[key] += 1
+            kind, microseconds = kind_of_operator(names_around(event)), event.self_cpu_time_total
+        time[kind, event.name] += microseconds
+        calls[kind, event.name] += 1
     per_step = 1 / (1000 * len(steps))
     kinds = []
     for kind in sorted({kind for kind, _ in time}, key=lambda kind: -sum(t for (k, _), t in time.items() if k == kind)):
         own = sorted(((t, name) for (k, name), t in time.items() if k == kind), reverse=True)
         total, number = sum(t for t, _ in own), sum(n for (k, _), n in calls.items() if k == kind)
         kinds.append(Kind(kind, total * per_step, total / wall, number / len(steps), [name for _, name in own[:3]]))
-    names: Counter[str] = Counter()
-    numbers: Counter[str] = Counter()
+    by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for (kind, name), t in time.items():
-        names[name] += t  # type: ignore[assignment]
-        numbers[name] += calls[kind, name]
-    longest = [(name, t * per_step, numbers[name] / len(steps)) for name, t in names.most_common(LONGEST)]
-    busy = covered(on_gpu) if on_gpu else sum(time.values())
-    return Summary(len(steps), wall * per_step, "cuda" if on_gpu else "cpu", min(busy / wall, 1.0), kinds, longest)
+        by_name[name][0] += t * per_step
+        by_name[name][1] += calls[kind, name] / len(steps)
+    longest = sorted(by_name.items(), key=lambda item: -item[1][0])[:LONGEST]
+    rows = [(name, milliseconds, number) for name, (milliseconds, number) in longest]
+    spans = [(e.time_range.start, e.time_range.end) for e in on_gpu]
+    busy = length(union(spans)) if on_gpu else sum(time.values())
+    return Summary(len(steps), wall * per_step, "cuda" if on_gpu else "cpu", min(busy / wall, 1.0), kinds, rows)
 
 
 def names_around(event: Any) -> list[str]:
@@ -101,12 +101,3 @@ def names_around(event: Any) -> list[str]:
             names.append(event.name)
         event = event.cpu_parent
     return names[::-1]
-
-
-def covered(events: list[Any]) -> float:
-    """Microseconds in which at least one of them ran."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted((e.time_range.start, e.time_range.end) for e in events):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total

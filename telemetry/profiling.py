@@ -170,6 +170,8 @@ def maybe_profile(config: ProfilingConfig, folder: Path, *, start_step: int, ran
             if config.enable_memory_snapshot:
                 profiler.write_snapshot(f"step_{start_step + profiler.steps_done + 1}_out_of_memory")
             raise
+    if profiler.asked or profiler.trace_asked_for is not None:
+        logger.warning("SIGUSR2: no trace: the run took no further step")
     if config.enable_profiling and not profiler.last_traced:
         logger.warning(
             "profiling.enable_profiling: no trace was written: the run took %d steps, fewer than "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from config import load_config
 from errors import UserError
+from parallelisms.fsdp import local
 from planning.fake_run import FakeRun, fake_run, group_dims
 from planning.observer import StepObserver
 from scripts.local_ranks import launch
@@ -55,7 +56,7 @@ def held(trainer: Trainer) -> dict[str, int]:
     """Bytes of this rank's parameters, gradients and optimizer states."""
 
     def nbytes(tensors: list[Tensor]) -> int:
-        return sum(getattr(t, "_local_tensor", t).nbytes for t in tensors)
+        return sum(local(t).nbytes for t in tensors)
 
     parameters = list(trainer.model.parameters())
     states = [t for p in parameters for t in trainer.optimizer.state[p].values()]

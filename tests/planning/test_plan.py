@@ -114,9 +114,9 @@ def test_advice_puts_changes_together_and_says_where_nothing_helps():
 
 def test_changes_keep_the_global_batch():
     config = config_of(f"{DEBUG} --parallelism.data_parallel_replicate_degree 2", 4)
-    for flags, changed, ranks in changes(config, 4):
+    for overrides, changed, ranks in changes(config, 4):
         lanes = changed.training.lanes(ranks // changed.parallelism.tensor_parallel_degree)
-        assert lanes == 8 * ranks // 4, flags
+        assert lanes == 8 * ranks // 4, overrides
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.models.llama.test_model import rowhouse_model, spread_out
 
 SEQ_LEN = 64
 TEXTS = ["def main(", "x", "# ünï is a text of several tokens"]
+DOCUMENTS = ["import os\n" * 40, "ünï\n", "def f(self):\n    return [3]\n" * 30, "x = 1\n", "class A:\n    pass\n" * 25]
 NEW = 20  # Tokens that are written after each text.
 # More rows than the tokenizer has tokens, and divisible by two ranks.
 SHAPE = replace(FLAVORS["debugmodel"], n_layers=2, vocab_size=320)
@@ -38,6 +39,13 @@ seq_len = 64
 [parallelism]
 data_parallel_shard_degree = 4
 """
+
+
+def write_documents(folder: Path) -> None:
+    """To `folder`/texts, a file each."""
+    (folder / "texts").mkdir()
+    for i, text in enumerate(DOCUMENTS):
+        (folder / "texts" / f"{i}.txt").write_text(text)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import torch
 
 from scripts import bench_parallel, parallel_check
 from scripts.bench_parallel import Case, Row, Run, RunFailed, all_cases, layers_that_fit, refusal, run_all, run_ranks
-from scripts.overlap import Communication, communication, draw, length, union, without
+from scripts.overlap import Communication, communication, draw
 from scripts.parallel_results import COLUMNS, goals, table
+from telemetry.intervals import length, union, without
 
 GIB = 2**30
 

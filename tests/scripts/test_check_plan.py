@@ -24,11 +24,11 @@ def test_a_prediction_holds(monkeypatch, capsys):
 
 
 def test_what_fails_and_what_is_wrong_end_with_1(monkeypatch, capsys):
-    monkeypatch.setattr(check_plan, "run", lambda flags: {"peak": 1000})
+    monkeypatch.setattr(check_plan, "run", lambda name, flags: {"peak": 1000})
     assert run(monkeypatch, "--case", f"wrong={SMALL} none") == 1
 
-    def fail(flags):
-        raise RuntimeError("it failed with 1: no memory")
+    def fail(name, flags):
+        raise RuntimeError(f"{name}: it failed with 1: no memory")
 
     monkeypatch.setattr(check_plan, "run", fail)
     assert run(monkeypatch, "--case", f"failing={SMALL} none") == 1

@@ -17,9 +17,8 @@ from loss import cross_entropy_sum
 from models.llama.model import Llama
 from scripts import evaluate
 from scripts.evaluate import Text
-from tests.scripts.small_trained import own_environment
+from tests.scripts.small_trained import DOCUMENTS, own_environment, write_documents
 
-TEXTS = ["import os\n" * 40, "ünï\n", "def f(self):\n    return [3]\n" * 30, "x = 1\n", "class A:\n    pass\n" * 25]
 Run: TypeAlias = Callable[..., tuple[int, str, str]]
 
 
@@ -30,9 +29,7 @@ def run(
     """Runs the script beside run, hf and texts: arguments -> (exit status, standard output, standard error)."""
     for name in ("run", "hf"):
         (tmp_path / name).symlink_to(trained[0] / name)
-    (tmp_path / "texts").mkdir()
-    for i, text in enumerate(TEXTS):
-        (tmp_path / "texts" / f"{i}.txt").write_text(text)
+    write_documents(tmp_path)
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -45,7 +42,7 @@ def run(
 
 
 def source() -> TextFiles:
-    return TextFiles("text", [Path(f"texts/{i}.txt") for i in range(len(TEXTS))], evaluate.SEED)
+    return TextFiles("text", [Path(f"texts/{i}.txt") for i in range(len(DOCUMENTS))], evaluate.SEED)
 
 
 def told(out: str) -> tuple[float, float, float]:
@@ -58,19 +55,19 @@ def told(out: str) -> tuple[float, float, float]:
 def test_the_loss_is_that_of_every_token(
     run: Run, trained: tuple[Path, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, nats, size = load_tokenizer("hf"), 0.0, len("".join(TEXTS).encode())
+    tokenizer, nats, size = load_tokenizer("hf"), 0.0, len("".join(DOCUMENTS).encode())
     rows = list(Text(source(), tokenizer, 32).rows())
     for row in rows:  # Each by itself; the last one is shorter.
         logits = trained[1](torch.tensor([row[:-1]])).double()
         nats += float(torch.nn.functional.cross_entropy(logits, torch.tensor(row[1:]), reduction="sum"))
-    count = sum(len(tokenizer.encode(text)) + 2 for text in TEXTS) - 1
+    count = sum(len(tokenizer.encode(text)) + 2 for text in DOCUMENTS) - 1
     flags = ["--dataset", "text", "--dataset_path", "texts", "--seq-len", "32"]
     expected = (nats / count, math.exp(nats / count), nats / math.log(2) / size)
     for location, at_once in [("run", 16384), ("hf", 96), ("run/checkpoint/step-9", 1)]:
         monkeypatch.setattr(evaluate, "TOKENS_AT_ONCE", at_once)
         status, out, _ = run("--checkpoint", location, *flags)
         assert status == 0
-        assert f"text: {len(TEXTS)} documents, {size:,} bytes, {count:,} tokens\n" in out
+        assert f"text: {len(DOCUMENTS)} documents, {size:,} bytes, {count:,} tokens\n" in out
         assert told(out) == pytest.approx(expected, rel=1e-4)
         assert told(out)[0] == pytest.approx(expected[0], abs=1e-5)
 

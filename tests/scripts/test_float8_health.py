@@ -31,7 +31,7 @@ from scripts.float8_health import (
     verdict,
 )
 from scripts.local_ranks import launch
-from tests.scripts.small_trained import SEQ_LEN, one_rank, own_environment
+from tests.scripts.small_trained import DOCUMENTS, SEQ_LEN, one_rank, own_environment, write_documents
 
 E5M2 = torch.float8_e5m2
 CPU = torch.device("cpu")
@@ -184,7 +184,6 @@ def test_what_the_worst_means(recipe: str, operand: str, by: str, flushed: float
 
 # A trained model
 
-TEXTS = ["import os\n" * 40, "ünï\n", "def f(self):\n    return [3]\n" * 30, "x = 1\n", "class A:\n    pass\n" * 25]
 Run: TypeAlias = Callable[..., tuple[int, str, str]]
 
 
@@ -195,7 +194,7 @@ def run(
     """Runs the script beside run, hf, tied and texts: arguments -> (exit status, standard output, standard error)."""
     for name in ("run", "hf", "tied"):
         (tmp_path / name).symlink_to(trained[0] / name)
-    write_texts(tmp_path)
+    write_documents(tmp_path)
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, str, str]:
@@ -208,14 +207,8 @@ def run(
         yield call
 
 
-def write_texts(folder: Path) -> None:
-    (folder / "texts").mkdir()
-    for i, text in enumerate(TEXTS):
-        (folder / "texts" / f"{i}.txt").write_text(text)
-
-
 def source() -> TextFiles:
-    return TextFiles("text", [Path(f"texts/{i}.txt") for i in range(len(TEXTS))], SEED)
+    return TextFiles("text", [Path(f"texts/{i}.txt") for i in range(len(DOCUMENTS))], SEED)
 
 
 def operands_of(model: Llama, rows: Tensor) -> dict[tuple[int | None, str], dict[str, Tensor]]:
@@ -322,7 +315,7 @@ def on_ranks(folder: Path, batches: str) -> None:
 def test_two_ranks_share_the_batches(trained: tuple[Path, Llama], tmp_path: Path) -> None:
     for name in ("run", "tied"):
         (tmp_path / name).symlink_to(trained[0] / name)
-    write_texts(tmp_path)
+    write_documents(tmp_path)
     launch(on_ranks, 2, tmp_path, "1")
     with one_rank(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8_health, "TOKENS_AT_ONCE", 2 * SEQ_LEN)

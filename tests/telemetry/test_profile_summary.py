@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from telemetry.kernel_kinds import kind_of, kind_of_operator
-from telemetry.profile_summary import covered, summarise
+from telemetry.profile_summary import summarise
 
 
 @pytest.mark.parametrize(
@@ -80,11 +80,3 @@ def test_a_profile_adds_up():
 def test_no_step_is_told():
     with pytest.raises(ValueError, match="no step"):
         summarise([])
-
-
-def test_time_that_is_covered_twice_counts_once():
-    class Event:
-        def __init__(self, start: float, end: float):
-            self.time_range = torch.autograd.profiler_util.Interval(start, end)
-
-    assert covered([Event(0, 4), Event(2, 6), Event(3, 5), Event(8, 9)]) == 7
