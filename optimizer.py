@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from bf16_adamw import BF16AdamW
+from adamw import AdamW
 from errors import UserError
 
 
@@ -30,7 +30,7 @@ class OptimizerConfig:
     no_weight_decay: list[str] = field(default_factory=lambda: ["norm", "tok_embeddings"])
     """Parameters whose name contains one of these are not decayed. Each must match something."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the step is computed; fused is the fastest."""
+    """How the step is computed; fused is the fastest: on CUDA our own kernel (adamw.py), elsewhere torch's."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the two moments. bfloat16, rounded stochastically, saves 4 bytes a parameter; it needs fused."""
 
@@ -99,7 +99,7 @@ def lr_factor(step: int, config: LRSchedulerConfig, total_steps: int) -> float:
 def build_optimizer(model: nn.Module, config: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
     """AdamW in two groups, with and without weight decay. Raises UserError where a no_weight_decay matches nothing.
 
-    `seed` fixes how bfloat16 moments are rounded.
+    `seed` fixes how bfloat16 moments are rounded. The model has its tensors by now: where they are decides on the step.
     """
     parameters = dict(model.named_parameters())
     for pattern in config.no_weight_decay:
@@ -114,17 +114,11 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, seed: int = 0) ->
         {"params": [p for name, p in parameters.items() if name in spared], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    betas = (config.beta1, config.beta2)
-    if config.state_dtype == "bfloat16":
-        return BF16AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, seed=seed)
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=betas,
-        eps=config.eps,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
-    )
+    how: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    fused, state_dtype = config.implementation == "fused", getattr(torch, config.state_dtype)
+    if fused and (state_dtype == torch.bfloat16 or all(p.is_cuda for p in parameters.values())):
+        return AdamW(groups, **how, state_dtype=state_dtype, seed=seed)
+    return torch.optim.AdamW(groups, **how, fused=fused, foreach=config.implementation == "foreach")
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -35,12 +35,13 @@ TENSOR_PARALLEL_OPS = {
     torch.ops.rowhouse.gather_scaled_matmul.default,
     torch.ops.rowhouse.scaled_matmul_scatter.default,
 }
-KEPT = {  # option -> (matmuls of a block, counted from 1; tensor parallel ones)
-    "op": ({1, 3, 5}, {"wq wk wv", "wo"}),
-    "matmuls": (set(range(1, MATMULS)), {"wq wk wv", "wo", "w1 w3"}),
-}
 # The amax of a whole tensor (tensor-wise float8) is one number: dear to compute, free to keep.
-CHEAP_OPS = {aten.max.default}
+SELECTED_OPS = ATTENTION_OPS | {aten.max.default}
+OPTIONS = {  # selective_ac_option -> what is kept: matmuls of a block, counted from 1; tensor parallel ones; other ops
+    "op": ({1, 3, 5}, {"wq wk wv", "wo"}, SELECTED_OPS),
+    "matmuls": (set(range(1, MATMULS)), {"wq wk wv", "wo", "w1 w3"}, SELECTED_OPS),
+}
+NOTHING: tuple[set, set, set] = (set(), set(), set())
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ActivationCheckpointConfig:
     def problems(self) -> list[tuple[str, str]]:
         found = []
         option = self.selective_ac_option
-        if option not in KEPT and not (option.isdecimal() and int(option) > 0):
+        if option not in OPTIONS and not (option.isdecimal() and int(option) > 0):
             text = f'"{option}" is neither "op" nor "matmuls" nor a positive number; give one of them'
             found.append(("selective_ac_option", text))
         if not 0 <= self.memory_budget <= 1:
@@ -67,14 +68,14 @@ class ActivationCheckpointConfig:
         return found
 
 
-def selective_contexts(option: str) -> tuple[Any, Any]:
-    """Keeps attention, and of the matmuls those that KEPT names. A matmul's output costs the more to compute again the
-    longer its sum, and all but w2's are as long: none is better to keep than another, attention is before all.
+def selective_contexts(kept: tuple[set, set, set]) -> tuple[Any, Any]:
+    """`kept`: one of OPTIONS. A matmul's output costs the more to compute again the longer its sum, and all but w2's
+    are as long: none is better to keep than another, attention is before all.
 
     The forward pass and its recomputation count separately and meet the same operations in the same order.
     """
     matmuls: dict[bool, int] = defaultdict(int)
-    kept_matmuls, kept_layers = KEPT[option]
+    kept_matmuls, kept_layers, kept_ops = kept
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in MATMUL_OPS:
@@ -83,7 +84,7 @@ def selective_contexts(option: str) -> tuple[Any, Any]:
         elif op in TENSOR_PARALLEL_OPS:
             keep = not kept_layers.isdisjoint(arg for arg in args if isinstance(arg, str))
         else:
-            keep = op in ATTENTION_OPS or op in CHEAP_OPS
+            keep = op in kept_ops
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -96,12 +97,13 @@ def apply_activation_checkpointing(layers: nn.ModuleList, config: ActivationChec
     torch._functorch.config.activation_memory_budget = config.memory_budget if by_budget else 1.0
     if by_budget or config.mode == "none":
         return len(layers) if by_budget else 0
-    by_op = config.mode == "selective" and config.selective_ac_option in KEPT
-    every = int(config.selective_ac_option) if config.mode == "selective" and not by_op else 1
-    # Nothing in a block is random, so no generator state needs to be kept for the recomputation.
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if by_op:
-        options["context_fn"] = functools.partial(selective_contexts, config.selective_ac_option)
+    option = config.selective_ac_option if config.mode == "selective" else "1"
+    kept, every = (OPTIONS[option], 1) if option in OPTIONS else (NOTHING, int(option))
+    # A policy also where nothing is kept: without one, torch 2.11's compiler recomputes nothing inside of an
+    # autograd.Function, and does not say so (docs/architecture.md). Nothing in a block is random, so no generator state
+    # needs to be kept for the recomputation.
+    context_fn = functools.partial(selective_contexts, kept)
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
     chosen = [layer for i, layer in enumerate(layers) if i % every == 0]
     for layer in chosen:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)

@@ -239,8 +239,8 @@ def as_on_a_gpu() -> Iterator[None]:
         mock.patch("models.llama.parallelize.why_not_fused", lambda mesh, float8: ""),
         mock.patch("parallelisms.float8_gather.quantise_rows_into", maxima_alone),
         mock.patch("parallelisms.float8_gather.columns_from_rows_into", lambda rows, maxima, out: None),
-        mock.patch("bf16_adamw.update_torch", lambda *args: None),
-        mock.patch("bf16_adamw.place_of", lambda p: None),
+        mock.patch("adamw.update_torch", lambda *args: None),
+        mock.patch("adamw.place_of", lambda p: None),
         torch._dynamo.config.patch(automatic_dynamic_shapes=False),  # Each size has its own graph, and its own numbers.
         mock.patch.object(torch.Tensor, "item", lambda tensor: 1.0),
         warnings.catch_warnings(),

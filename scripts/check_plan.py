@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -94,8 +95,10 @@ def run(name: str, flags: str) -> dict[str, int]:
 
 def row(name: str, flags: str) -> tuple[str, bool]:
     """A row of the table, and whether the prediction is right."""
-    planned = fake_run(load_config([*flags.split(), "--lr_scheduler.warmup_steps", "2"], 1), 1)
-    measured = run(name, flags)
+    with ThreadPoolExecutor(1) as pool:
+        measuring = pool.submit(run, name, flags)
+        planned = fake_run(load_config([*flags.split(), "--lr_scheduler.warmup_steps", "2"], 1), 1)
+        measured = measuring.result()
     error = planned.peak.nbytes / measured["peak"] - 1
     reserved = f"{measured['reserved'] / GIB:.2f}" if "reserved" in measured else ""
     cells = [name, f"{planned.peak.nbytes / GIB:.2f}", f"{measured['peak'] / GIB:.2f}", f"{error:+.1%}", reserved]

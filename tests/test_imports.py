@@ -13,7 +13,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "settings": set(),
     "loss": set(),
-    "optimizer": {"bf16_adamw"},
+    "optimizer": {"adamw"},
     "checkpoint": set(),
     "data": set(),
     "telemetry": set(),

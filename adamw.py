@@ -1,6 +1,11 @@
-"""AdamW with moments in bfloat16: 12 bytes a parameter with its float32 weight and gradient, where AdamW needs 16.
+"""AdamW in one pass over memory, with moments in float32 or in bfloat16.
 
-Rounding to the nearest loses a change of less than half of the last place, in bfloat16 0.2 to 0.4% of a value. With
+On CUDA a step is one Triton kernel a parameter, which reads and writes each byte once: 28 an element, or 20 with
+bfloat16 moments. (torch's fused AdamW writes the clipped gradient back besides: 32.) Elsewhere the same in PyTorch,
+which tests hold the kernel against.
+
+bfloat16 moments take 12 bytes a parameter with its float32 weight and gradient, float32 ones 16. Rounding to the
+nearest loses a change of less than half of the last place, in bfloat16 0.2 to 0.4% of a value. With
 beta2 = 0.999 a second moment falls by 0.1% a step at the most: it never would. The moments are therefore rounded
 *stochastically*: away from zero with a probability of the part that is cut off, so that their expectation is exact
 (arXiv 1502.02551). All arithmetic is float32, and the weight takes the moments before they are rounded.
@@ -8,9 +13,6 @@ beta2 = 0.999 a second moment falls by 0.1% a step at the most: it never would. 
 The random bits are a hash of the seed, the parameter, its step count and the element's place in the whole parameter. So
 nothing but the step count has to be saved for a resumed run to go on bit for bit, and any number of ranks, whatever
 part of a parameter each holds, draws the same bits for the same element.
-
-On CUDA a step is one Triton kernel a parameter, which reads 12 bytes an element and writes 8; elsewhere the same in
-PyTorch, which tests hold the kernel against.
 """
 
 from collections.abc import Callable
@@ -29,18 +31,27 @@ except ImportError:  # It comes with torch for CUDA.
 BLOCK = 1024
 
 
-class BF16AdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW over float32 parameters, plain or DTensor, with bfloat16 moments.
+class AdamW(torch.optim.Optimizer):
+    """torch.optim.AdamW over float32 parameters, plain or DTensor, with moments in `state_dtype`.
 
-    A parameter's state has AdamW's names: `step` float32 (), on its device; `exp_avg`, `exp_avg_sq` bfloat16, shaped
-    and sharded as it is. Where `found_inf`, a float32 scalar on the device, is 1, a step changes nothing; the host does
+    A parameter's state has AdamW's names: `step` float32 (), on its device; `exp_avg`, `exp_avg_sq`, shaped and sharded
+    as it is. Where `found_inf`, a float32 scalar on the device, is 1, a step changes nothing; the host does
     not wait to know.
     """
 
     def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0, seed: int = 0
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+        state_dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
     ):
+        """`seed` fixes how bfloat16 moments are rounded."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.state_dtype = state_dtype
         self.seed = seed
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
@@ -70,8 +81,8 @@ class BF16AdamW(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p, dtype=torch.bfloat16),
-                    "exp_avg_sq": torch.zeros_like(p, dtype=torch.bfloat16),
+                    "exp_avg": torch.zeros_like(p, dtype=self.state_dtype),
+                    "exp_avg_sq": torch.zeros_like(p, dtype=self.state_dtype),
                 }
         steps = [self.state[p]["step"] for _, p in numbered]
         good = torch.ones_like(steps[0]) if self.found_inf is None else 1 - self.found_inf
@@ -94,7 +105,7 @@ class BF16AdamW(torch.optim.Optimizer):
         for key, p in zip(saved, own, strict=True):
             if key in state_dict["state"]:
                 self.state[p] = {
-                    name: value.to(p.device, torch.float32 if name == "step" else torch.bfloat16)
+                    name: value.to(p.device, torch.float32 if name == "step" else self.state_dtype)
                     for name, value in state_dict["state"][key].items()
                 }
 
@@ -123,7 +134,7 @@ class Settings(NamedTuple):
 def place_of(p: Tensor) -> Place:
     """Of a vector or a matrix, sharded in any way over any mesh. Raises ValueError where it is not contiguous."""
     if not local(p).is_contiguous():
-        raise ValueError(f"a parameter of shape {tuple(p.shape)} is not contiguous: BF16AdamW takes contiguous ones")
+        raise ValueError(f"a parameter of shape {tuple(p.shape)} is not contiguous: AdamW takes contiguous ones")
     if not isinstance(p, DTensor):
         return Place(0, 1, 1)
     (chunk,) = p.__create_chunk_list__()  # What checkpoints go by.
@@ -181,7 +192,7 @@ def round_stochastically(x: Tensor, noise: Tensor) -> Tensor:
 def update_torch(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, key: int, place: Place, settings: Settings
 ) -> None:
-    """A step of one parameter in place. p, g float32; m, v bfloat16; all contiguous, of one shape; factors (5,)."""
+    """A step of one parameter in place. p, g float32; m, v float32 or bfloat16; all contiguous; factors (5,)."""
     step_size, root, step, good, scale = factors.tolist()
     if not good:
         return
@@ -190,6 +201,10 @@ def update_torch(
     new_m = m.float().lerp_(g, weight1)
     new_v = v.float().mul_(beta2).addcmul_(g, g, value=weight2)
     p.mul_(decay).addcdiv_(new_m, (new_v.sqrt() / root).add_(eps), value=-step_size)
+    if m.dtype == torch.float32:
+        m.copy_(new_m)
+        v.copy_(new_v)
+        return
     bits = random_bits(element_numbers(p.numel(), place), int(step), key).to(p.device).view_as(p)
     m.copy_(round_stochastically(new_m, bits & 0xFFFF))
     v.copy_(round_stochastically(new_v, bits >> 16))
@@ -234,6 +249,10 @@ if triton is not None:
         v = beta2 * v + weight2 * g * g
         p = decay * p - step_size * (m / (tl.sqrt(v) / root + eps))
         tl.store(p_ptr + i, p, inside)
+        if m_ptr.dtype.element_ty == tl.float32:
+            tl.store(m_ptr + i, m, inside)
+            tl.store(v_ptr + i, v, inside)
+            return
         index = i.to(tl.uint32)
         if not WHOLE_ROWS:
             index = index // cols.to(tl.uint32) * stride.to(tl.uint32) + index % cols.to(tl.uint32)
