@@ -1,5 +1,6 @@
 """The exception that a user is meant to read, the exit statuses of train.py, and the way out."""
 
+import multiprocessing
 import os
 import sys
 from enum import IntEnum
@@ -31,6 +32,9 @@ def leave(status: int) -> NoReturn:
 
     An orderly exit was seen to abort in a thread of a library ("terminate called"), with status -6 for 0 or 2.
     """
+    for child in multiprocessing.active_children():  # A checkpoint's writer would tell of a broken pipe.
+        child.terminate()
+        child.join(timeout=5)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

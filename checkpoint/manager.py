@@ -223,6 +223,10 @@ class CheckpointManager:
 
     def start_in_background(self, tensors: dict[str, Any], writer: CheckpointWriter) -> None:
         in_process, gpu = self.config.async_mode == "async_with_pinned_mem", torch.cuda.is_available()
+        # torch 2.11's closes itself after one use; later ones keep their (pinned) buffers for the next.
+        if self.stager is not None and not self.stager._state_dict_stager._deepcopy_dispatch:
+            self.stager.close()
+            self.stager = None
         if self.stager is None:
             self.stager = DefaultStager(
                 StagingOptions(

@@ -103,7 +103,7 @@ def apply_activation_checkpointing(layers: nn.ModuleList, config: ActivationChec
     # autograd.Function, and does not say so (docs/architecture.md). Nothing in a block is random, so no generator state
     # needs to be kept for the recomputation.
     context_fn = functools.partial(selective_contexts, kept)
-    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
     chosen = [layer for i, layer in enumerate(layers) if i % every == 0]
     for layer in chosen:
         layer.forward = functools.partial(checkpoint, layer.forward, **options)

@@ -125,9 +125,11 @@ SHIPPED = {
         tolerance=0,
     ),
     "300M": Shipped(
-        "for a GPU: 300M parameters in bf16, in torchao's row-wise float8, and in Rowhouse's, fast and accurate",
+        "for a GPU: 300M parameters in bf16 (twice), in torchao's row-wise float8, and in Rowhouse's, fast and accurate",
         [
             Run("bf16", LARGE),
+            # The same but for the order of sums: what training makes of a rounding.
+            Run("bf16, 2 micro-batches", f"{LARGE} --training.local_batch_size 8"),
             Run("torchao rowwise", f"{LARGE} --float8.recipe_name rowwise --float8.backend torchao"),
             Run("Rowhouse rowwise", f"{LARGE} --float8.recipe_name rowwise"),
             Run("accurate", f"{LARGE} --float8.recipe_name rowwise --float8.fast_accumulation false"),
