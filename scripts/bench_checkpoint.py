@@ -2,10 +2,10 @@
 
     python -m scripts.bench_checkpoint --config llama1b.toml --output /fast/disk/bench
 
-Each row is a process of its own, which trains (local batch 1, full checkpointing) without a save and then with three, of
-which the first is left out. "Plain DCP" is torch.distributed.checkpoint.save to the same disk: no checksums, no reading
-back, no commit. The stall is what the training lost: the call, and what the steps after it took longer than others.
-Host memory is the process's peak, and that of the process that writes.
+Each row is a process of its own, which trains (local batch 1, full checkpointing) without a save and then with three,
+of which the first is left out. "Plain DCP" is torch.distributed.checkpoint.save to the same disk: no checksums, no
+reading back, no commit. The stall is what the training lost: the call, and what the steps after it took longer than
+others. Host memory is the process's peak, and that of the process that writes.
 """
 
 import argparse

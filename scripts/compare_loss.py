@@ -125,7 +125,7 @@ SHIPPED = {
         tolerance=0,
     ),
     "300M": Shipped(
-        "for a GPU: 300M parameters in bf16 (twice), in torchao's row-wise float8, and in Rowhouse's, fast and accurate",
+        "for a GPU: 300M parameters in bf16, twice, and in row-wise float8: torchao's, Rowhouse's fast and accurate",
         [
             Run("bf16", LARGE),
             # The same but for the order of sums: what training makes of a rounding.
