@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
 from checkpoint.state import DataState, ModelState, OptimizerState, RngState
@@ -25,7 +24,7 @@ from loss import valid_tokens
 from models.llama.model import Llama
 from models.llama.parallelize import collectives_table, parallelize_llama, table
 from optimizer import FiniteSteps, NotFinite, build_optimizer, lr_factor, set_lr
-from parallelisms.fsdp import DTYPES
+from parallelisms.fsdp import DTYPES, whole
 from parallelisms.mesh import build_meshes, set_timeouts
 from parallelisms.tp_ops import recording
 from settings import write_toml
@@ -343,9 +342,8 @@ class Trainer:
         dist.all_reduce(loss, group=self.dp_group)
         self.layer_statistics.write(self.step, loss)
         self.anomalies.check(self.step)
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        if isinstance(grad_norm, DTensor):
-            grad_norm = grad_norm.full_tensor()
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        grad_norm = whole(torch.nn.utils.get_total_norm(grads))
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.schedule_steps)
         set_lr(self.optimizer, lr)
         self.checkpoints.wait_for_copy()

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from float8.kernels import columns_from_rows_into, copy, quantise_rows, quantise_rows_into
 from float8.scaled import FLOAT8, Float8Rows
+from parallelisms.fsdp import local
 
 keep_version = torch.autograd._unsafe_preserve_version_counter
 
@@ -67,6 +68,12 @@ class Float8Gather:
         if out is not None:
             return None
         return self.buffer.view(dtype), [self.buffer, self.rows.scale, self.columns.scale]
+
+    def quantise(self, dtype: torch.dtype) -> None:
+        """The same without FSDP2, where this rank has all the rows: whoever holds `gathered` holds the memory."""
+        for i, linear in enumerate(self.linears):
+            self.after_gather(i, (), local(linear.weight).detach(), dtype)
+        del self.buffer, self.rows, self.columns
 
     def allocate(self, like: Tensor, dtype: torch.dtype) -> None:
         """One buffer for rows and columns, over which the parameters lie, each from its start."""

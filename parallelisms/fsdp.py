@@ -55,7 +55,7 @@ def apply_fsdp(
     cpu_offload: bool,
     in_float8: Sequence[torch.Tensor] = (),
 ) -> Sharding:
-    """Shards a Llama over the data parallel mesh; also on one rank, so that mixed precision is one thing everywhere.
+    """Shards a Llama over the data parallel mesh.
 
     Gradients are *summed* over the ranks: the loss is divided by the valid tokens of the global batch before.
     `in_float8` are gathered so (parallelisms/float8_gather.py): fewer bytes are counted for them.
@@ -67,8 +67,8 @@ def apply_fsdp(
     }
     if cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    # On one shard, freeing gathered parameters costs a second cast and copy in backward, and saves nothing at the
-    # step's peak: that is at the end of backward, when they are freed in any case.
+    # On one shard (of torchao's linears, say), freeing gathered parameters costs a second cast and copy in backward and
+    # saves nothing at the step's peak: that is at the end of backward, when they are freed in any case.
     reshard = reshard_after_forward == "always" or (reshard_after_forward == "default" and mesh.size(-1) > 1)
     assert isinstance(model.layers, nn.ModuleList)
     units: list[tuple[list, bool]] = [([layer], reshard) for layer in model.layers]
@@ -110,6 +110,11 @@ def apply_fsdp(
 def local(p: torch.Tensor) -> torch.Tensor:
     """What this rank and its shards hold: of a tensor parallel parameter the local part."""
     return p.to_local() if isinstance(p, DTensor) else p
+
+
+def whole(p: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, on every rank: of a DTensor a collective call."""
+    return p.full_tensor() if isinstance(p, DTensor) else p
 
 
 def gathered_bytes(p: torch.Tensor, shards: int, param_dtype: torch.dtype, in_float8: bool) -> int:

@@ -23,8 +23,9 @@ MAKERS = {
     "fsdp.py": "communication",  # parallelisms/fsdp.py: the reduction in place.
     "_fsdp_param.py": "gathered weights",
     "float8_gather.py": "gathered weights",
+    "one_shard.py:take": "gathered weights",
 }
-"""Source file -> what the storages are that its code makes."""
+"""Source file, or a function in it -> what the storages are that its code makes."""
 KINDS = [
     "parameters", "gradients", "optimizer", "activations", "gathered weights", "communication", "temporaries", "rest",
 ]  # fmt: skip
@@ -124,7 +125,8 @@ def maker() -> str:
     """Who makes the storage that is being made, by the innermost source file that MAKERS names."""
     frame = sys._getframe(2)
     while frame is not None:
-        kind = MAKERS.get(frame.f_code.co_filename.rsplit("/", 1)[-1])
+        file = frame.f_code.co_filename.rsplit("/", 1)[-1]
+        kind = MAKERS.get(file) or MAKERS.get(f"{file}:{frame.f_code.co_name}")
         if kind is not None:
             return kind
         frame = frame.f_back  # type: ignore[assignment]

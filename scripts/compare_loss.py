@@ -129,11 +129,12 @@ SHIPPED = {
         [
             Run("bf16", LARGE),
             # The same but for the order of sums: what training makes of a rounding.
-            Run("bf16, 2 micro-batches", f"{LARGE} --training.local_batch_size 8"),
+            Run("bf16 2 micro-batches", f"{LARGE} --training.local_batch_size 8"),
             Run("torchao rowwise", f"{LARGE} --float8.recipe_name rowwise --float8.backend torchao"),
             Run("Rowhouse rowwise", f"{LARGE} --float8.recipe_name rowwise"),
             Run("accurate", f"{LARGE} --float8.recipe_name rowwise --float8.fast_accumulation false"),
         ],
+        tolerance=0.02,  # Twice what the order of sums makes there (docs/converging.md).
     ),
 }
 

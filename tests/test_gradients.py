@@ -15,6 +15,7 @@ import torch.distributed as dist
 from config import load_config
 from loss import cross_entropy_sum
 from models.llama.model import Llama
+from parallelisms.fsdp import whole
 from scripts.local_ranks import launch
 from trainer import Trainer
 
@@ -68,7 +69,7 @@ def gradients(name: str, flags: str, folder: Path) -> dict[str, torch.Tensor]:
     torch._dynamo.reset()
     trainer = Trainer(load_config(argv, ranks), torch.device("cpu"))
     trainer.forward_backward(*next(trainer.loader))
-    grads = {n: p.grad.full_tensor().cpu() for n, p in trainer.model.named_parameters()}
+    grads = {n: whole(p.grad).cpu() for n, p in trainer.model.named_parameters()}
     trainer.close()
     return grads
 

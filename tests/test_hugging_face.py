@@ -31,6 +31,7 @@ from models.llama.parallelize import parallelize_llama
 from models.llama.shapes import FLAVORS, LlamaShape
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.compile import CompileConfig
+from parallelisms.fsdp import local
 from parallelisms.mesh import ParallelismConfig, build_meshes
 from scripts import convert
 from scripts.local_ranks import launch
@@ -287,7 +288,7 @@ def load_as(folder: Path, rank: int, replicate: int, shard: int, tp: int, expect
     part = sharded(GROUPED, seed=2, data_parallel_replicate_degree=replicate, tensor_parallel_degree=tp)
     load_hf(part, folder)
     state: dict[str, Any] = part.state_dict()
-    assert_equal({name: weight.to_local() for name, weight in state.items()}, expected)
+    assert_equal({name: local(weight) for name, weight in state.items()}, expected)
     for name, weight in expected.items():
         # The order of rows in wq and wk is within a head: of each, less than two heads more.
         more = 2 * GROUPED.head_dim * GROUPED.dim if name.endswith(("wq.weight", "wk.weight")) else 0

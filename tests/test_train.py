@@ -85,7 +85,7 @@ def test_a_run_leaves_its_files_and_is_done_once(tmp_path: Path) -> None:
     # The configuration that it says it ran with is the one that it ran with.
     assert load_config(["--config", str(folder / "config.toml")], 1) == load_config(flags, 1)
     applied = {row["technique"]: row for row in json.loads((folder / "applied.json").read_text())}
-    assert applied["FSDP2"]["applied"] == "4 units"
+    assert applied["FSDP2"]["applied"] == "none: one shard"
     assert applied["activation checkpointing"]["asked"] == "none"
     assert (folder / "checkpoint" / "step-2" / ".metadata").is_file()
     for told in (folder / "metrics.jsonl", folder / "checkpoint" / "step-2", folder / "config.toml"):

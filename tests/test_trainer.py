@@ -19,6 +19,7 @@ from torch import Tensor
 from config import load_config
 from loss import IGNORE_INDEX
 from models.llama.model import Llama
+from parallelisms.fsdp import whole
 from scripts.local_ranks import launch
 from telemetry.goodput import PARTS
 from trainer import Trainer
@@ -111,7 +112,7 @@ def runs_on_two_ranks(folder: Path) -> None:
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: p.detach().full_tensor().clone() for name, p in trainer.model.named_parameters()}
+    return {name: whole(p.detach()).clone() for name, p in trainer.model.named_parameters()}
 
 
 def uneven_batch() -> dict[str, tuple[Tensor, Tensor]]:
@@ -131,7 +132,7 @@ def uneven_labels(folder: Path) -> None:
         flags = [*base(folder.parent / "text"), "--job.dump_folder", str(folder / name)]
         trainer = Trainer(load_config(flags, dist.get_world_size()), torch.device("cpu"))
         trainer.forward_backward(inputs[mine], labels[mine])
-        grads = {n: p.grad.full_tensor() for n, p in trainer.model.named_parameters()}
+        grads = {n: whole(p.grad) for n, p in trainer.model.named_parameters()}
         trainer.optimizer.zero_grad()
         trainer.step = 1
         trainer.train_step(inputs[mine], labels[mine])

@@ -17,10 +17,11 @@ from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply
 from parallelisms.async_tp import compare_with_plan, why_not_fused
 from parallelisms.compile import CompileConfig, compile_blocks
 from parallelisms.float8_gather import Float8Gather, gather_in_float8
-from parallelisms.fsdp import apply_fsdp
+from parallelisms.fsdp import Sharding, apply_fsdp
 from parallelisms.linear_loss import CHUNK_ELEMENTS, HeadLoss, loss_and_gradient, scaled
 from parallelisms.linears import Linears, local_weight, take_local_weights
 from parallelisms.mesh import Meshes, ParallelismConfig
+from parallelisms.one_shard import cast_weights
 from parallelisms.tensor_parallel import split_embedding, split_norm_tokens, split_parameter
 from parallelisms.tp_ops import Collective
 
@@ -58,9 +59,12 @@ def parallelize_llama(
         Applied("float8", float8.recipe_name or "none", f"{len(selection.chosen)} linear layers"),
         *left_out(selection),
     ]
+    # With resharding FSDP2 frees weights between their uses; torchao's linears take the weights that FSDP2 gives them.
+    one_shard = meshes.fsdp.size() == 1 and not cpu_offload and parallelism.fsdp_reshard_after_forward != "always"
+    one_shard = one_shard and not (selection.chosen and float8.backend_of_recipe == "torchao")
     if selection.chosen and float8.backend_of_recipe == "torchao":
         convert_with_torchao(model, float8, selection.chosen)
-    elif selection.chosen or meshes.tp is not None:
+    elif selection.chosen or meshes.tp is not None or one_shard:
         fast_accumulation(float8.fast_accumulation)
         linears_rows += replace_linears(model, meshes, parallelism, float8.recipe_name, selection)
 
@@ -68,7 +72,7 @@ def parallelize_llama(
     blocks = len(model.layers)
     checkpointed = apply_activation_checkpointing(model.layers, activation_checkpoint)
     compiled = compile_blocks(model.layers, compile)
-    if meshes.tp is not None:
+    if meshes.tp is not None and not one_shard:
         for block in model.layers:
             take_local_weights(block)
     gathers: list[Float8Gather] = []
@@ -78,17 +82,22 @@ def parallelize_llama(
         why_not = "CPU offload" if cpu_offload else "rows that the shards do not divide"
         if not gathers:
             applied += f": {why_not}"
-        linears_rows.append(Applied("  gathered by FSDP2 in float8", "", applied))
-    sharding = apply_fsdp(
-        model,
-        meshes.fsdp,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
-        reshard_after_forward=parallelism.fsdp_reshard_after_forward,
-        cpu_offload=cpu_offload,
-        in_float8=[linear.weight for gather in gathers for linear in gather.linears],
-    )
-    gather_in_float8(model, gathers)
+        how = "quantised before a block" if one_shard else "gathered by FSDP2 in float8"
+        linears_rows.append(Applied(f"  {how}", "", applied))
+    if one_shard:
+        cast_weights(model, param_dtype, gathers, is_compiled=compiled > 0)
+        sharding = Sharding(0, 0, 0.0, 0.0)
+    else:
+        sharding = apply_fsdp(
+            model,
+            meshes.fsdp,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+            reshard_after_forward=parallelism.fsdp_reshard_after_forward,
+            cpu_offload=cpu_offload,
+            in_float8=[linear.weight for gather in gathers for linear in gather.linears],
+        )
+        gather_in_float8(model, gathers)
     if compile.enable and "model" in compile.components and compiled == 0:
         raise UserError("compile.components: model compiled no block")
 
@@ -103,7 +112,11 @@ def parallelize_llama(
         Applied("activation checkpointing", asked_ac.get(ac.mode, ac.mode), f"{checkpointed} of {blocks} blocks"),
         Applied("compile", " + ".join(compile.components) if compile.enable else "off", f"{compiled} blocks"),
         loss_row,
-        Applied("FSDP2", f"{shards} shards x {replicas} replicas", f"{sharding.units} units"),
+        Applied(
+            "FSDP2",
+            f"{shards} shards x {replicas} replicas",
+            "none: one shard" if one_shard else f"{sharding.units} units",
+        ),
         Applied("  precision", asked_precision, "master weights float32"),
         Applied("  reshard after forward", parallelism.fsdp_reshard_after_forward, f"{sharding.resharded} units"),
         Applied("  sent by a rank per micro-batch", "", f"{gathered} gathering, {reduced} reducing"),

@@ -16,6 +16,7 @@ from checkpoint.config import CheckpointConfig
 from checkpoint.folders import committed_steps
 from checkpoint.manager import CheckpointManager
 from checkpoint.state import ModelState, OptimizerState, RngState
+from parallelisms.fsdp import whole
 
 VOCAB, DIM = 17, 6
 
@@ -88,7 +89,7 @@ class Run:
         return {**local, **copy.deepcopy(self.counter.state)}
 
     def full_model(self) -> dict[str, Tensor]:
-        return {name: p.detach().full_tensor().clone() for name, p in self.model.named_parameters()}
+        return {name: whole(p.detach()).clone() for name, p in self.model.named_parameters()}
 
 
 def steps_in(folder: Path) -> list[int]:

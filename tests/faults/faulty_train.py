@@ -15,6 +15,7 @@ from torch import Tensor
 
 from checkpoint import folders
 from errors import leave
+from parallelisms.fsdp import local
 from train import main
 from trainer import Trainer
 
@@ -35,7 +36,7 @@ class FaultyTrainer(Trainer):
         if hook is not None:
             hook.remove()
         if KIND == "nan" and self.rank == RANK and self.step == STEP:
-            next(iter(self.model.parameters())).grad.to_local()[0] = float("nan")
+            local(next(iter(self.model.parameters())).grad)[0] = float("nan")
         return result
 
 

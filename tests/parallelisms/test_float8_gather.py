@@ -16,6 +16,7 @@ from models.llama.shapes import LlamaShape
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig
 from parallelisms.compile import CompileConfig
 from parallelisms.float8_gather import Float8Gather
+from parallelisms.fsdp import whole
 from parallelisms.mesh import ParallelismConfig, build_meshes
 from scripts.local_ranks import launch
 
@@ -61,7 +62,7 @@ def step(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
     tokens = torch.randint(128, (1, SEQ_LEN + 1), generator=torch.Generator().manual_seed(dist.get_rank()))
     loss = model(tokens[:, :-1], tokens[:, 1:], torch.tensor(2.0 * SEQ_LEN))
     loss.backward()
-    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
     model.zero_grad()
     return loss.detach(), grads
 
@@ -69,7 +70,7 @@ def step(model: Llama) -> tuple[Tensor, dict[str, Tensor]]:
 def in_float8() -> None:
     never, applied = build("never")
     assert applied["gathered by FSDP2 in float8"] == "14 of 14 linear layers"
-    weights = {name: p.full_tensor() for name, p in never.named_parameters()}  # type: ignore[union-attr]
+    weights = {name: whole(p) for name, p in never.named_parameters()}
     with torch.no_grad():
         never(torch.zeros(1, SEQ_LEN, dtype=torch.int64))  # Gathers, and keeps.
     for i, block in enumerate(never.layers):
@@ -106,9 +107,9 @@ def in_float8() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Float8Gather, "install", lambda self: None)
         model, _ = build("always")
-        with Gathers() as whole:
+        with Gathers() as plain:
             results["float32"] = step(model)
-    assert gathers.nbytes < 0.3 * whole.nbytes
+    assert gathers.nbytes < 0.3 * plain.nbytes
     assert all(torch.equal(results["never"][0], results[name][0]) for name in results)
     for name, grad in results["float32"][1].items():
         assert torch.equal(results["never"][1][name], results["always"][1][name])

@@ -238,7 +238,7 @@ def train(folder: Path, flags: str, change: str | None = None) -> None:
     trainer = Trainer(load_config([*BASE.split(), *flags.split(), *local, str(folder)], ranks), torch.device("cpu"))
     if change is not None:
         weight: Any = trainer.model.get_parameter(change)
-        local_weight = weight.detach().to_local()
+        local_weight = local(weight.detach())
         local_weight[3, 5] = torch.nextafter(local_weight[3, 5], local_weight.new_tensor(math.inf))
     trainer.train()
     trainer.close()
