@@ -4,6 +4,7 @@ It wraps a block's forward function, not the block, so that the parameters keep 
 """
 
 import functools
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -103,6 +104,8 @@ def apply_activation_checkpointing(layers: nn.ModuleList, config: ActivationChec
     # autograd.Function, and does not say so (docs/architecture.md). Nothing in a block is random, so no generator state
     # needs to be kept for the recomputation.
     context_fn = functools.partial(selective_contexts, kept)
+    # torch tells every compiled run that operations in place would not do: there are none.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": context_fn}
     chosen = [layer for i, layer in enumerate(layers) if i % every == 0]
     for layer in chosen:

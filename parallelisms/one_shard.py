@@ -43,13 +43,13 @@ def cast_weights(model: Any, dtype: torch.dtype, gathers: list[Float8Gather], is
             norm.forward = types.MethodType(norm_forward, norm)
     if "forward" not in model.tok_embeddings.__dict__:
         model.tok_embeddings.forward = types.MethodType(embedding_forward, model.tok_embeddings)
-    # Of tied weights the head uses those that the embedding took.
-    keep = {model.tok_embeddings} if model.output is None else set()
-    units = [model.tok_embeddings, *model.layers, model.norm, *([] if model.output is None else [model.output])]
+    is_tied = model.output is None
+    units = [model.tok_embeddings, *model.layers, model.norm, *([] if is_tied else [model.output])]
     for unit in units:
         modules = [module for module in unit.modules() if getattr(module, "weight", None) is not None]
         own = [gather for gather in gathers if gather.linears[0] in modules]
-        stays = unit in keep or (isinstance(unit, type(model.layers[0])) and not is_compiled)
+        # Of tied weights the head uses those that the embedding took.
+        stays = is_tied if unit is model.tok_embeddings else not is_compiled and unit in set(model.layers)
         unit.forward = taking(unit.forward, modules, own, dtype, stays)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from config import load_config
+from parallelisms.fsdp import local
 from scripts import compare_layers
 from scripts.compare_layers import Rounding, exact
 from scripts.local_ranks import launch
@@ -234,8 +235,8 @@ PLANTED = {
 def train(folder: Path, flags: str, change: str | None = None) -> None:
     """With one value of the weight `change` changed, in its last place."""
     ranks = dist.get_world_size()
-    local = f"--training.local_batch_size {8 // ranks} --job.dump_folder".split()
-    trainer = Trainer(load_config([*BASE.split(), *flags.split(), *local, str(folder)], ranks), torch.device("cpu"))
+    batch = f"--training.local_batch_size {8 // ranks} --job.dump_folder".split()
+    trainer = Trainer(load_config([*BASE.split(), *flags.split(), *batch, str(folder)], ranks), torch.device("cpu"))
     if change is not None:
         weight: Any = trainer.model.get_parameter(change)
         local_weight = local(weight.detach())
