@@ -30,7 +30,7 @@ class OptimizerConfig:
     no_weight_decay: list[str] = field(default_factory=lambda: ["norm", "tok_embeddings"])
     """Parameters whose name contains one of these are not decayed. Each must match something."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the step is computed; fused is the fastest: on CUDA our own kernel (adamw.py), elsewhere torch's."""
+    """How the step is computed; fused is the fastest: on CUDA and for bfloat16 moments our own (adamw.py)."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the two moments. bfloat16, rounded stochastically, saves 4 bytes a parameter; it needs fused."""
 

@@ -64,8 +64,12 @@ def embedding_forward(self: nn.Embedding, ids: Tensor) -> Tensor:
 def taking(
     forward: Callable[..., Tensor], modules: list[Any], gathers: list[Float8Gather], dtype: torch.dtype, stays: bool
 ) -> Callable[..., Tensor]:
+    in_float8 = {linear for gather in gathers for linear in gather.linears}
+
     def take_and_forward(*args: Any) -> Tensor:
-        take(modules, gathers, dtype)
+        for gather in gathers:
+            gather.quantise(dtype)
+        take(modules, in_float8, dtype)
         result = forward(*args)
         if not stays:
             for gather in gathers:
@@ -77,10 +81,7 @@ def taking(
     return take_and_forward
 
 
-def take(modules: list[Any], gathers: list[Float8Gather], dtype: torch.dtype) -> None:
-    for gather in gathers:
-        gather.quantise(dtype)
-    in_float8 = {linear for gather in gathers for linear in gather.linears}
+def take(modules: list[Any], in_float8: set[Any], dtype: torch.dtype) -> None:
     for module in modules:
         module.__dict__.pop("taken_weight", None)
         weight = local_weight(module)
