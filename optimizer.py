@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from adamw import AdamW
 from errors import UserError
+from parallelisms.fsdp import whole
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,11 @@ def lr_factor(step: int, config: LRSchedulerConfig, total_steps: int) -> float:
     return config.min_lr_factor + (1 - config.min_lr_factor) * shapes[config.decay_type]
 
 
+def has_own_step(config: OptimizerConfig, device: torch.device) -> bool:
+    """Whether AdamW's steps are ours, which take gradients in bfloat16 too."""
+    return config.implementation == "fused" and (config.state_dtype == "bfloat16" or device.type == "cuda")
+
+
 def build_optimizer(model: nn.Module, config: OptimizerConfig, seed: int = 0) -> torch.optim.Optimizer:
     """AdamW in two groups, with and without weight decay. Raises UserError where a no_weight_decay matches nothing.
 
@@ -115,15 +121,20 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, seed: int = 0) ->
     ]
     groups = [group for group in groups if group["params"]]
     how: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    fused, state_dtype = config.implementation == "fused", getattr(torch, config.state_dtype)
-    if fused and (state_dtype == torch.bfloat16 or all(p.is_cuda for p in parameters.values())):
-        return AdamW(groups, **how, state_dtype=state_dtype, seed=seed)
-    return torch.optim.AdamW(groups, **how, fused=fused, foreach=config.implementation == "foreach")
+    if has_own_step(config, next(iter(parameters.values())).device):
+        return AdamW(groups, **how, state_dtype=getattr(torch, config.state_dtype), seed=seed)
+    implementation = config.implementation
+    return torch.optim.AdamW(groups, **how, fused=implementation == "fused", foreach=implementation == "foreach")
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def global_norm(grads: list[Tensor]) -> Tensor:
+    """The 2-norm of all gradients, of DTensors the whole ones: a float32 scalar, also of gradients in bfloat16."""
+    return whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32))))
 
 
 class NotFinite(Exception):

@@ -23,8 +23,8 @@ from hugging_face import export_hf, load_hf
 from loss import valid_tokens
 from models.llama.model import Llama
 from models.llama.parallelize import collectives_table, parallelize_llama, table
-from optimizer import FiniteSteps, NotFinite, build_optimizer, lr_factor, set_lr
-from parallelisms.fsdp import DTYPES, whole
+from optimizer import FiniteSteps, NotFinite, build_optimizer, global_norm, has_own_step, lr_factor, set_lr
+from parallelisms.fsdp import DTYPES
 from parallelisms.mesh import build_meshes, set_timeouts
 from parallelisms.tp_ops import recording
 from settings import write_toml
@@ -167,6 +167,8 @@ class Trainer:
             param_dtype=DTYPES[training.mixed_precision_param],
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             cpu_offload=training.enable_cpu_offload,
+            micro_batches=self.micro_batches,
+            any_gradient=has_own_step(config.optimizer, self.device),
         )
         self.fill(model)
         logger.info("%s: %s parameters", config.model.flavor, f"{self.num_params:,}")
@@ -342,8 +344,7 @@ class Trainer:
         dist.all_reduce(loss, group=self.dp_group)
         self.layer_statistics.write(self.step, loss)
         self.anomalies.check(self.step)
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        grad_norm = whole(torch.nn.utils.get_total_norm(grads))
+        grad_norm = global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.schedule_steps)
         set_lr(self.optimizer, lr)
         self.checkpoints.wait_for_copy()

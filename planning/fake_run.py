@@ -24,7 +24,7 @@ from config import DebugConfig, JobConfig
 from errors import UserError
 from models.llama.model import Llama
 from models.llama.parallelize import Applied, collectives_table
-from optimizer import FiniteSteps
+from optimizer import FiniteSteps, OptimizerConfig, global_norm, has_own_step
 from parallelisms.fsdp import local
 from parallelisms.mesh import Meshes
 from parallelisms.tp_ops import Collective
@@ -173,13 +173,15 @@ def observe(trainer: FakeTrainer, observer: StepObserver) -> FakeRun:
 
     with observer.watching(model), mock.patch.object(trainer.optimizer, "step", optimizer_step):
         memory.phase = "forward"
-        total_norm = torch.nn.utils.get_total_norm
 
-        def norm(*args: Any, **kwargs: Any) -> Any:
+        def norm(grads: list[Tensor]) -> Tensor:
             memory.phase, memory.where = "optimizer", ""
-            return total_norm(*args, **kwargs)
+            return global_norm(grads)
 
-        with mock.patch.object(torch.nn.utils, "get_total_norm", norm):
+        def update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *_: Any) -> None:
+            observer.note([Work("memory", 0.0, g.nbytes + 2 * (p.nbytes + m.nbytes + v.nbytes))], [], [])
+
+        with mock.patch("trainer.global_norm", norm), mock.patch("adamw.update_torch", update):
             trainer.step = 1
             trainer.train_step(inputs, inputs)
     applied = list(trainer.applied)
@@ -241,12 +243,18 @@ def as_on_a_gpu() -> Iterator[None]:
         mock.patch("parallelisms.float8_gather.columns_from_rows_into", lambda rows, maxima, out: None),
         mock.patch("adamw.update_torch", lambda *args: None),
         mock.patch("adamw.place_of", lambda p: None),
+        mock.patch("optimizer.has_own_step", on_cuda),
+        mock.patch("trainer.has_own_step", on_cuda),
         torch._dynamo.config.patch(automatic_dynamic_shapes=False),  # Each size has its own graph, and its own numbers.
         mock.patch.object(torch.Tensor, "item", lambda tensor: 1.0),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         yield
+
+
+def on_cuda(config: OptimizerConfig, device: torch.device) -> bool:
+    return has_own_step(config, torch.device("cuda"))
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -46,10 +46,13 @@ OURS = {
     "wide-rowwise-torchao": f"{WIDE} --float8.recipe_name rowwise --float8.backend torchao",
     "wide-tensorwise-torchao": f"{WIDE} --float8.recipe_name tensorwise",
     "8b-rowwise": f"{WHOLE} --float8.recipe_name rowwise",
+    "wide-rowwise-none": f"{WIDE} --float8.recipe_name rowwise --activation_checkpoint.mode none",
     # What fits an H200 and is the fastest by the estimate of train.py --dry-run.
-    "wide-rowwise-best": f"{WIDE} --float8.recipe_name rowwise --activation_checkpoint.mode none",
-    "8b-rowwise-best": f"{WHOLE} --float8.recipe_name rowwise --activation_checkpoint.mode none "
-    "--training.local_batch_size 2 --optimizer.state_dtype bfloat16 --parallelism.fsdp_reshard_after_forward always",
+    "wide-rowwise-best": f"{WIDE} --float8.recipe_name rowwise --activation_checkpoint.mode none "
+    "--optimizer.state_dtype bfloat16",
+    "8b-rowwise-best": f"{WHOLE} --float8.recipe_name rowwise --activation_checkpoint.mode selective "
+    "--activation_checkpoint.selective_ac_option matmuls --training.local_batch_size 2 "
+    "--optimizer.state_dtype bfloat16",
 }
 TITAN_FLOAT8 = "--model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns output"
 TITAN_ROWWISE = f"{TITAN_FLOAT8} --quantize.linear.float8.recipe_name rowwise"

@@ -15,6 +15,7 @@ from optimizer import (
     NotFinite,
     OptimizerConfig,
     build_optimizer,
+    global_norm,
     lr_factor,
     set_lr,
 )
@@ -151,6 +152,14 @@ def test_a_step_is_that_of_the_paper() -> None:
         update = (mean / (1 - 0.8**step)) / ((square / (1 - 0.9**step)) ** 0.5 + 0.01)
         theta = theta - lr * 0.5 * theta - lr * update
     assert torch.allclose(weight.detach().double(), theta, rtol=1e-5, atol=1e-7)
+
+
+def test_the_norm_of_gradients_in_bfloat16_is_not_rounded_to_it() -> None:
+    grads = [torch.randn(n, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (70, 1000, 3)]
+    norm = global_norm(grads)
+    assert norm.dtype == torch.float32
+    exact = torch.cat(grads).double().norm()
+    assert abs(norm / exact - 1) < 1e-6 < abs(exact.bfloat16() / exact - 1)
 
 
 IMPLEMENTATIONS = [("for-loop", "float32"), ("foreach", "float32"), ("fused", "float32"), ("fused", "bfloat16")]

@@ -49,9 +49,12 @@ def parallelize_llama(
     param_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
     cpu_offload: bool,
+    micro_batches: int = 1,
+    any_gradient: bool = False,
 ) -> list[Applied]:
     """float8 and tensor parallel -> activation checkpointing -> compile -> FSDP, on a model still on the meta device.
 
+    micro_batches: forward and backward passes of a step; any_gradient: the optimizer takes those of `param_dtype` too.
     Raises UserError where something asked for would apply to nothing.
     """
     selection = select_linears(model, float8)
@@ -84,8 +87,16 @@ def parallelize_llama(
             applied += f": {why_not}"
         how = "quantised before a block" if one_shard else "gathered by FSDP2 in float8"
         linears_rows.append(Applied(f"  {how}", "", applied))
+    grad_dtype = param_dtype if one_shard and any_gradient and micro_batches == 1 else torch.float32
     if one_shard:
-        cast_weights(model, param_dtype, gathers, is_compiled=compiled > 0)
+        cast_weights(
+            model,
+            param_dtype,
+            gathers,
+            is_compiled=compiled > 0,
+            micro_batches=micro_batches,
+            grad_dtype=grad_dtype,
+        )
         sharding = Sharding(0, 0, 0.0, 0.0)
     else:
         sharding = apply_fsdp(
@@ -117,7 +128,7 @@ def parallelize_llama(
             f"{shards} shards x {replicas} replicas",
             "none: one shard" if one_shard else f"{sharding.units} units",
         ),
-        Applied("  precision", asked_precision, "master weights float32"),
+        Applied("  precision", asked_precision, f"master weights float32, gradients {dtype_name(grad_dtype)}"),
         Applied("  reshard after forward", parallelism.fsdp_reshard_after_forward, f"{sharding.resharded} units"),
         Applied("  sent by a rank per micro-batch", "", f"{gathered} gathering, {reduced} reducing"),
         *offload,
