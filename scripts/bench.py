@@ -1,10 +1,11 @@
 """Tokens a second, memory and time by kind of kernel, of Rowhouse and of torchtitan where it is installed.
 
     python -m scripts.bench                                  # the cases below, each once
-    python -m scripts.bench --cases 8b-rowwise --repeats 3   # alternating; the table gives median and range
+    python -m scripts.bench --cases 8b-rowwise --repeats 3   # in turn; the table gives the median of the runs
     python -m scripts.bench --case mine="--config llama1b.toml --training.local_batch_size 4"
 
 Each run is a process of its own: some steps to compile and warm up, then timed ones, then two in torch's profiler.
+The range is that of the timed steps of all runs (of torchtitan, of the intervals that it logs: four steps each).
 One table comes last; --json FILE keeps all of it. torchtitan (0.2.2, its last release with TOML files) gets the same
 shapes, text and techniques: scripts/bench_torchtitan.py.
 """
@@ -102,6 +103,7 @@ def measure(flags: str) -> dict[str, Any]:
         loss = last_loss(trainer)
     return {
         "tokens_per_second": tokens / statistics.median(seconds),
+        "range": [tokens / max(seconds), tokens / min(seconds)],
         "gib": memory.gib,
         "first_step_seconds": first_step,
         "loss": loss,
@@ -164,7 +166,8 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
     for name, runs in results.items():
         speeds = [r["tokens_per_second"] for r in runs]
         middle = runs[speeds.index(statistics.median_low(speeds))]
-        cells = [name, f"{statistics.median(speeds):,.0f}", f"{min(speeds):,.0f} to {max(speeds):,.0f}"]
+        slowest, fastest = min(r["range"][0] for r in runs), max(r["range"][1] for r in runs)
+        cells = [name, f"{statistics.median(speeds):,.0f}", f"{slowest:,.0f} to {fastest:,.0f}"]
         cells += [f"{middle['gib']:.1f}", f"{middle['first_step_seconds']:.0f}", f"{middle['loss']:.3f}"]
         cells += [f"{middle['milliseconds'].get(kind, 0):.1f}" for kind in kinds] if "milliseconds" in middle else []
         lines.append("| " + " | ".join(cells) + " |")

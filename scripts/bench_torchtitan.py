@@ -94,7 +94,7 @@ def enable_symmetric_memory() -> None:
     titan.maybe_enable_async_tp = enable
 
 
-def result_of(output: str) -> dict[str, float]:
+def result_of(output: str) -> dict[str, Any]:
     """The median of the logged intervals after the first two, which hold compilation and warm-up.
 
     Steps after STEPS are there to be profiled, and slower.
@@ -105,6 +105,7 @@ def result_of(output: str) -> dict[str, float]:
     steady = [tokens_per_second for step, _, _, tokens_per_second in steps if step > LOG_FREQ]
     return {
         "tokens_per_second": statistics.median(steady),
+        "range": [min(steady), max(steady)],
         "gib": max(gib for _, _, gib, _ in steps),
         "first_step_seconds": 8192 * 2 / steps[0][3],
         "loss": steps[-1][1],
