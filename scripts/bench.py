@@ -105,6 +105,7 @@ def measure(flags: str) -> dict[str, Any]:
         "tokens_per_second": tokens / statistics.median(seconds),
         "range": [tokens / max(seconds), tokens / min(seconds)],
         "gib": memory.gib,
+        "allocated_gib": memory.allocated_gib,
         "first_step_seconds": first_step,
         "loss": loss,
         "milliseconds": kinds,
