@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from adamw import AdamW
 from errors import UserError
-from parallelisms.fsdp import whole
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients, of DTensors the whole ones: a float32 scalar, also of gradients in bfloat16."""
-    return whole(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32))))
+    """The 2-norm of all gradients: a float32 scalar, also of gradients in bfloat16; of DTensors a DTensor."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32)))
 
 
 class NotFinite(Exception):

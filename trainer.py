@@ -24,7 +24,7 @@ from loss import valid_tokens
 from models.llama.model import Llama
 from models.llama.parallelize import collectives_table, parallelize_llama, table
 from optimizer import FiniteSteps, NotFinite, build_optimizer, global_norm, has_own_step, lr_factor, set_lr
-from parallelisms.fsdp import DTYPES
+from parallelisms.fsdp import DTYPES, whole
 from parallelisms.mesh import build_meshes, set_timeouts
 from parallelisms.tp_ops import recording
 from settings import write_toml
@@ -344,7 +344,7 @@ class Trainer:
         dist.all_reduce(loss, group=self.dp_group)
         self.layer_statistics.write(self.step, loss)
         self.anomalies.check(self.step)
-        grad_norm = global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        grad_norm = whole(global_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.lr_scheduler, self.config.schedule_steps)
         set_lr(self.optimizer, lr)
         self.checkpoints.wait_for_copy()
