@@ -132,7 +132,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def global_norm(grads: list[Tensor]) -> Tensor:
-    """The 2-norm of all gradients: a float32 scalar, also of gradients in bfloat16; of DTensors a DTensor."""
+    """The 2-norm of all gradients: a float32 scalar; of DTensors a DTensor. (torch.nn.utils.get_total_norm rounds that
+    of gradients in bfloat16 to bfloat16.)"""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, torch.float32)))
 
 

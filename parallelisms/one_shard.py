@@ -61,8 +61,8 @@ def cast_weights(
     for unit in units:
         modules = [module for module in unit.modules() if getattr(module, "weight", None) is not None]
         own = [gather for gather in gathers if gather.linears[0] in modules]
-        # Of tied weights the head uses those that the embedding took.
         is_block = unit in set(model.layers)
+        # Of tied weights the head uses those that the embedding took.
         stays = is_tied if unit is model.tok_embeddings else not is_compiled and is_block
         # Autograd keeps a block's weights to the end of the forward pass; to keep them further takes no more memory.
         uses = micro_batches if is_block else 1
