@@ -60,6 +60,19 @@ def rows_of_chunk(tokens: int, vocab: int) -> int:
     return next((tokens // n for n in range(max(fewest, 1), tokens) if tokens % n == 0), 1)
 
 
+def plus_product(dw: Tensor | None, gradient: Tensor, x: Tensor) -> Tensor:
+    """dw + gradient.T @ x in float32, over dw: in bf16 each further chunk would be rounded away in part.
+
+    gradient: (tokens, vocab), x: (tokens, dim), dw: float32 (vocab, dim). On CUDA the matmul adds them up itself.
+    """
+    if x.is_cuda and x.dtype != torch.float32:
+        if dw is None:
+            return torch.mm(gradient.t(), x, out_dtype=torch.float32)
+        return torch.addmm(dw, gradient.t(), x, out_dtype=torch.float32, out=dw)
+    product = gradient.t() @ x
+    return product.float() if dw is None else dw.add_(product)
+
+
 def scaled(gradient: Tensor, g: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * g, g a scalar. Compiled it is one pass, in eager a product, slow with a scalar tensor, and a cast."""
     return (gradient * g).to(dtype)
@@ -98,12 +111,10 @@ class LossOfLinear(torch.autograd.Function):
         for x_chunk, label_chunk in zip(x.split(rows), labels.split(rows), strict=True):
             loss, gradient = head.chunk_loss(x_chunk @ weight.t(), label_chunk, count, head.rank, head.group)
             losses.append(loss)
-            if not needs_gradient:
-                continue
-            dx.append(gradient @ weight)
-            product = gradient.t() @ x_chunk
-            # Summed in float32: in bf16 each further chunk would be rounded away in part.
-            dw = product if rows == x.shape[0] else product.float() if dw is None else dw.add_(product)
+            if needs_gradient:
+                dx.append(gradient @ weight)
+                dw = gradient.t() @ x_chunk if rows == x.shape[0] else plus_product(dw, gradient, x_chunk)
+            del gradient  # As large as the logits, it would still be there while the next chunk's is made.
         if needs_gradient:
             assert dw is not None
             ctx.save_for_backward(torch.cat(dx), dw)

@@ -1,5 +1,6 @@
 """Head and loss in chunks, on one rank and with the vocabulary split over two, against the definition in float64."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -93,6 +94,21 @@ def test_without_gradients_none_are_computed() -> None:
     with torch.no_grad():
         loss = HeadLoss(chunk_loss, scaled).of_linear(x, weight, labels, count)
     assert len(calls) == 1 and abs(loss.item() / oracle(x, weight, labels, count)[0].item() - 1) < 1e-6
+
+
+def test_no_chunk_outlives_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_loss, "CHUNK_ELEMENTS", 8 * VOCAB)
+    x, weight, labels, count = problem()
+    before: list[weakref.ref[Tensor]] = []
+
+    def chunk_loss(*args: Any) -> tuple[Tensor, Tensor]:
+        assert not [gradient for gradient in before if gradient() is not None]
+        loss, gradient = loss_and_gradient(*args)
+        before.append(weakref.ref(gradient))
+        return loss, gradient
+
+    HeadLoss(chunk_loss, scaled).of_linear(x.requires_grad_(), weight.requires_grad_(), labels, count).backward()
+    assert len(before) == TOKENS // 8
 
 
 def test_ignored_labels_count_for_nothing() -> None:
