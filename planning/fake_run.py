@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.attention import SDPBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from config import DebugConfig, JobConfig
@@ -259,7 +260,7 @@ def on_cuda(config: OptimizerConfig, device: torch.device) -> bool:
     return has_own_step(config, torch.device("cuda"))
 
 
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, backends: list[SDPBackend]) -> Tensor:
     return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
 
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from loss import cross_entropy_sum
 from models.llama.shapes import LlamaShape, RopeScaling
 
-# cuDNN is the fastest on Hopper (docs/performance.md); the others serve where it cannot.
+# cuDNN is the fastest of torch's own on Hopper (docs/performance.md); the others serve where it cannot.
 ATTENTION_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -57,9 +57,9 @@ def apply_rotary_emb(x: Tensor, freqs_cis: Tensor) -> Tensor:
     return (pairs * cos + pairs.flip(-1) * torch.cat((-sin, sin), dim=-1)).flatten(-2).to(x.dtype)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """All (batch, heads, seq, head_dim); k and v may have fewer heads, each for a group of q's."""
-    with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, backends: list[SDPBackend]) -> Tensor:
+    """All (batch, heads, seq, head_dim); k and v may have fewer heads, each for a group of q's. Best backend first."""
+    with sdpa_kernel(backends, set_priority=True):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -90,6 +90,7 @@ class Attention(nn.Module):
     def __init__(self, shape: LlamaShape):
         super().__init__()
         self.head_dim = shape.head_dim
+        self.backends = ATTENTION_BACKENDS
         self.linears = PlainLinears()
         self.wq = nn.Linear(shape.dim, shape.n_heads * shape.head_dim, bias=False)
         self.wk = nn.Linear(shape.dim, shape.n_kv_heads * shape.head_dim, bias=False)
@@ -101,7 +102,7 @@ class Attention(nn.Module):
         qkv = self.linears.norm_column("wq wk wv", x, norm, self.wq, self.wk, self.wv)
         q, k, v = (t.view(-1, seq_len, t.shape[1] // self.head_dim, self.head_dim) for t in qkv)
         q, k = apply_rotary_emb(q, freqs_cis), apply_rotary_emb(k, freqs_cis)
-        out = causal_attention(*(t.transpose(1, 2) for t in (q, k, v)))
+        out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), self.backends)
         return self.linears.row("wo", out.transpose(1, 2).flatten(0, 1).flatten(1), self.wo)
 
 

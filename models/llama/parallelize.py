@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.nn.attention import SDPBackend
 
 from errors import UserError
 from float8.convert import Float8Config, Selection, convert_with_torchao, select_linears
 from float8.scaled import ALIGNMENT, fast_accumulation
 from models.llama.model import Llama, TransformerBlock
+from parallelisms import flash_attention
 from parallelisms.activation_checkpoint import ActivationCheckpointConfig, apply_activation_checkpointing
 from parallelisms.async_tp import compare_with_plan, why_not_fused
 from parallelisms.compile import CompileConfig, compile_blocks
@@ -71,6 +73,7 @@ def parallelize_llama(
         fast_accumulation(float8.fast_accumulation)
         linears_rows += replace_linears(model, meshes, parallelism, float8.recipe_name, selection)
 
+    attention_rows = put_flash_attention(model, meshes, param_dtype)
     loss_row = put_loss(model, meshes.tp, compile, "output" in selection.chosen)
     blocks = len(model.layers)
     checkpointed = apply_activation_checkpointing(model.layers, activation_checkpoint)
@@ -122,6 +125,7 @@ def parallelize_llama(
         *linears_rows,
         Applied("activation checkpointing", asked_ac.get(ac.mode, ac.mode), f"{checkpointed} of {blocks} blocks"),
         Applied("compile", " + ".join(compile.components) if compile.enable else "off", f"{compiled} blocks"),
+        *attention_rows,
         loss_row,
         Applied(
             "FSDP2",
@@ -211,6 +215,21 @@ def float8_gathers(model: Llama, selection: Selection, shards: int) -> list[Floa
         for linears, sizes in zip(groups, outs, strict=True)
         if all(size % shards == 0 for size in sizes)
     ]
+
+
+def put_flash_attention(model: Llama, meshes: Meshes, dtype: torch.dtype) -> list[Applied]:
+    """Has the blocks attend by FlashAttention 4 where it is installed. What is not installed nobody asked for."""
+    package = flash_attention.installed()
+    if not package:
+        return []
+    ranks, shape = 1 if meshes.tp is None else meshes.tp.size(), model.shape
+    heads, kv_heads = shape.n_heads // ranks, shape.n_kv_heads // ranks
+    device = meshes.whole.device_type
+    why_not = flash_attention.why_not_activated(heads, kv_heads, shape.head_dim, dtype, device)
+    for block in [] if why_not else model.layers:
+        assert isinstance(block, TransformerBlock)
+        block.attention.backends = [SDPBackend.FLASH_ATTENTION]
+    return [Applied("attention", package, f"torch's: {why_not}" if why_not else f"{len(model.layers)} blocks")]
 
 
 def put_loss(model: Llama, tp: DeviceMesh | None, compile: CompileConfig, head_is_float8: bool) -> Applied:
