@@ -24,10 +24,9 @@ VOCAB, STEPS = 128256, 5
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-def measured(loss: Loss, chunk: int) -> tuple[float, float, Tensor]:
+def measured(loss: Loss) -> tuple[float, float, Tensor]:
     """(GiB, milliseconds a step, the weight's gradient)"""
     torch.manual_seed(0)
-    linear_loss.CHUNK_ELEMENTS = chunk
     x = torch.randn(TOKENS, DIM, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.randn(VOCAB, DIM, device="cuda", dtype=torch.bfloat16) / DIM**0.5)
     labels = torch.randint(VOCAB, (TOKENS,), device="cuda")
@@ -54,12 +53,13 @@ def main() -> int:
     whole_loss = compiler(cross_entropy_sum)
     whole: Loss = lambda x, weight, labels, count: whole_loss(x @ weight.t(), labels) / count  # noqa: E731
     in_chunks: Loss = HeadLoss(compiler(loss_and_gradient), compiler(scaled)).of_linear
-    gib, milliseconds, expected = measured(whole, 0)
+    gib, milliseconds, expected = measured(whole)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n")
     print("| logits at once | GiB | ms | weight gradient, relative to the first |\n| --- | --- | --- | --- |")
     print(f"| all, {TOKENS} tokens | {gib:.2f} | {milliseconds:.1f} | |")
     for chunk in (2**31, 2**30, 2**29, 2**28):
-        gib, milliseconds, got = measured(in_chunks, chunk)
+        linear_loss.CHUNK_ELEMENTS = chunk
+        gib, milliseconds, got = measured(in_chunks)
         tokens = linear_loss.rows_of_chunk(TOKENS, VOCAB)
         error = (got - expected).norm().item() / expected.norm().item()
         print(f"| {tokens} tokens | {gib:.2f} | {milliseconds:.1f} | {error:.1e} |", flush=True)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from models.llama.model import ATTENTION_BACKENDS, Attention, Llama, TransformerBlock, apply_rotary_emb
+from models.llama.model import Attention, Llama, TransformerBlock, apply_rotary_emb, causal_attention
 
 
 class KVCache:
@@ -65,9 +65,7 @@ def attend(
     row = torch.arange(rows, device=x.device)[:, None]
     keys[row, positions], values[row, positions] = k, v
     if seen is None:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attention.backends)
         out = out.transpose(1, 2)
     else:
         # The heads that share a key stand as its queries: no key is copied. Not by cuDNN, which plans each new length.
