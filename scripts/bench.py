@@ -4,8 +4,8 @@
     python -m scripts.bench --cases 8b-rowwise --repeats 3   # in turn; the table gives the median of the runs
     python -m scripts.bench --case mine="--config llama1b.toml --training.local_batch_size 4"
 
-Each run is a process of its own: some steps to compile and warm up, then timed ones, then two in torch's profiler.
-The range is that of the timed steps of all runs (of torchtitan, of the intervals that it logs: four steps each).
+Each run is a process of its own: some steps to compile and warm up, then three timed intervals of four steps, then
+two steps in torch's profiler. The range is that of the intervals of all runs.
 One table comes last; --json FILE keeps all of it. torchtitan (0.2.2, its last release with TOML files) gets the same
 shapes, text and techniques: scripts/bench_torchtitan.py.
 """
@@ -37,7 +37,8 @@ from telemetry.memory import peak_memory
 from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
-WARM, TIMED, PROFILED = 6, 8, 2
+WARM, PROFILED = 6, 2
+INTERVALS, STEPS = 3, 4  # What torchtitan's log gives: within an interval no step waits for the one before.
 
 WIDE = "--config llama8b.toml --model.n_layers 16 --training.local_batch_size 2 --activation_checkpoint.mode selective"
 WHOLE = "--config llama8b.toml --training.local_batch_size 1 --activation_checkpoint.mode full"
@@ -82,10 +83,10 @@ def training(flags: str) -> Iterator[Trainer]:
 
 
 def timed(trainer: Trainer) -> tuple[float, list[float]]:
-    """Seconds of the first step, which compiles, and of those timed after some more."""
+    """Seconds of the first step, which compiles, and after some more of a step of each interval."""
     first_step = run_steps(trainer, 1)
     run_steps(trainer, WARM)
-    return first_step, [run_steps(trainer, 1) for _ in range(TIMED)]
+    return first_step, [run_steps(trainer, STEPS) / STEPS for _ in range(INTERVALS)]
 
 
 def last_loss(trainer: Trainer) -> float:
