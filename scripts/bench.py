@@ -32,13 +32,15 @@ import torch.distributed as dist
 from config import load_config
 from data.loader import next_batch
 from parallelisms.mesh import CommConfig, init_process_group
+from scripts.bench_torchtitan import LOG_FREQ, STEPS
 from telemetry.kernel_kinds import kind_of
 from telemetry.memory import peak_memory
 from trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 WARM, PROFILED = 6, 2
-INTERVALS, STEPS = 3, 4  # What torchtitan's log gives: within an interval no step waits for the one before.
+# As many intervals as torchtitan's log gives, as long: within one no step waits for the one before.
+INTERVALS = STEPS // LOG_FREQ - 1
 
 WIDE = "--config llama8b.toml --model.n_layers 16 --training.local_batch_size 2 --activation_checkpoint.mode selective"
 WHOLE = "--config llama8b.toml --training.local_batch_size 1 --activation_checkpoint.mode full"
@@ -86,7 +88,7 @@ def timed(trainer: Trainer) -> tuple[float, list[float]]:
     """Seconds of the first step, which compiles, and after some more of a step of each interval."""
     first_step = run_steps(trainer, 1)
     run_steps(trainer, WARM)
-    return first_step, [run_steps(trainer, STEPS) / STEPS for _ in range(INTERVALS)]
+    return first_step, [run_steps(trainer, LOG_FREQ) / LOG_FREQ for _ in range(INTERVALS)]
 
 
 def last_loss(trainer: Trainer) -> float:

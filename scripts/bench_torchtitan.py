@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 STEPS, LOG_FREQ = 16, 4
+BATCH, BATCH_FLAG = 2, "--training.local_batch_size"
 CONFIG = f"""
 [job]
 dump_folder = "outputs"
@@ -36,7 +37,7 @@ lr = 3e-4
 [lr_scheduler]
 warmup_steps = 2
 [training]
-local_batch_size = 2
+local_batch_size = {BATCH}
 seq_len = 8192
 steps = {STEPS}
 dataset = "c4_test"
@@ -94,10 +95,10 @@ def enable_symmetric_memory() -> None:
     titan.maybe_enable_async_tp = enable
 
 
-def result_of(output: str) -> dict[str, Any]:
+def result_of(output: str, batch: int = BATCH) -> dict[str, Any]:
     """The median of the logged intervals after the first two, which hold compilation and warm-up.
 
-    Steps after STEPS are there to be profiled, and slower.
+    Steps after STEPS are there to be profiled, and slower. batch: sequences of a step.
     """
     lines = [LINE.search(line) for line in output.splitlines()]
     steps = [(int(m[1]), float(m[2]), float(m[3]), float(m[4].replace(",", ""))) for m in lines if m]
@@ -107,7 +108,7 @@ def result_of(output: str) -> dict[str, Any]:
         "tokens_per_second": statistics.median(steady),
         "range": [min(steady), max(steady)],
         "gib": max(gib for _, _, gib, _ in steps),
-        "first_step_seconds": 8192 * 2 / steps[0][3],
+        "first_step_seconds": 8192 * batch / steps[0][3],
         "loss": steps[-1][1],
     }
 
@@ -123,7 +124,8 @@ def main() -> int:
     if done.returncode:
         print(done.stdout[-3000:], file=sys.stderr)
         return 1
-    print(json.dumps(result_of(done.stdout)))
+    batch = int(flags[flags.index(BATCH_FLAG) + 1]) if BATCH_FLAG in flags else BATCH
+    print(json.dumps(result_of(done.stdout, batch)))
     return 0
 
 

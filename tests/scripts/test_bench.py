@@ -22,6 +22,7 @@ def test_torchtitans_log_is_read():
         "tokens_per_second": 22440, "range": [22400, 22500], "gib": 77.0,
         "first_step_seconds": pytest.approx(10.0, rel=0.01), "loss": 8.9
     }  # fmt: skip
+    assert bench_torchtitan.result_of(LOG, batch=1)["first_step_seconds"] == pytest.approx(5.0, rel=0.01)
 
 
 def test_a_run_and_its_table(tmp_path, capsys, monkeypatch):
